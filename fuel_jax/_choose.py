@@ -1,0 +1,140 @@
+"""Which implementation serves a call.
+
+An op's implementations are asked in order; each platform gets the first that can and will serve.
+The answer depends on shapes, dtypes and static parameters alone, and the platform is settled when
+XLA lowers (``lax.platform_dependent``): abstract evaluation, export and ahead-of-time lowering for
+another machine are right without a device.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax import lax
+
+from .errors import UnsupportedKernel
+
+Reason = Callable[..., str | None]
+
+# Part of JAX's own cache keys: entering and leaving a pin retraces what it must, and nothing else.
+PIN = jax.make_user_context(None)
+
+
+def never(*avals: Any, **params: Any) -> None:
+    """No objection."""
+
+
+@dataclass(frozen=True)
+class KernelCaps:
+    """What a kernel takes beyond contiguous row-major operands.  JAX never asks for either."""
+
+    strided_input: bool = False
+    requires_broadcast: bool = False
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One implementation of an op, with the op's own signature.
+
+    ``refuses`` and ``declines`` get the operands as ``ShapeDtypeStruct`` (or None) and the static
+    parameters.  They return None, or the reason as a sentence fragment: ``refuses`` for what the
+    kernel cannot do, ``declines`` for what it could do and another does better.  A pin overrules
+    ``declines`` only.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    platforms: tuple[str, ...] = ()  # none named: every platform
+    refuses: Reason = never
+    declines: Reason = never
+    caps: KernelCaps = field(default_factory=KernelCaps)
+
+    @functools.cached_property
+    def interpretable(self) -> bool:
+        """Whether it runs, interpreted, on platforms it was not written for."""
+        return "interpret" in inspect.signature(self.run).parameters
+
+    @functools.cached_property
+    def revision(self) -> int:
+        """Hash of the kernel's module: a measurement holds for this revision.  0 is untracked."""
+        try:
+            module = inspect.getmodule(inspect.unwrap(self.run))
+            source = inspect.getsource(module) if module else ""
+        except (OSError, TypeError):
+            return 0
+        return int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "little")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What became of one implementation: the platforms it serves, or why it serves none."""
+
+    kernel: Kernel
+    serves: tuple[str, ...] = ()  # "default" stands for every platform not named before
+    why_not: str | None = None
+
+    def __str__(self) -> str:
+        where = ", ".join("every platform left" if p == "default" else p for p in self.serves)
+        where = "every platform" if self.serves == ("default",) else where
+        return f"{self.kernel.name:<10} {f'serves {where}' if where else self.why_not}"
+
+
+def decide(
+    kernels: Sequence[Kernel], pin: str | None, avals: Sequence[Any], params: dict[str, Any]
+) -> list[Choice]:
+    """One choice per implementation, in order of preference.
+
+    A pin binds an op that has an implementation of that name.
+    """
+    pinned = any(kernel.name == pin for kernel in kernels)
+    choices: list[Choice] = []
+    taken: set[str] = set()
+    for kernel in kernels:
+        if pinned and kernel.name != pin:
+            why_not = f"{pin} is pinned"
+        elif not (why_not := kernel.refuses(*avals, **params)) and not pinned:
+            why_not = kernel.declines(*avals, **params)
+        serves: tuple[str, ...] = ()
+        if why_not is None and "default" not in taken:
+            serves = tuple(p for p in kernel.platforms or ("default",) if p not in taken)
+            taken.update(serves)
+        choices.append(Choice(kernel, serves, why_not or "would serve, but comes later"))
+    return choices
+
+
+def choose(
+    op: str,
+    kernels: Sequence[Kernel],
+    pin: str | None,
+    avals: Sequence[Any],
+    params: dict[str, Any],
+) -> Callable[..., Any]:
+    """The implementation to run, as one function of the arrays."""
+    branches: dict[str, Callable[..., Any]] = {}
+    for choice in decide(kernels, pin, avals, params):
+        kernel, run = choice.kernel, functools.partial(choice.kernel.run, **params)
+        branches |= dict.fromkeys(choice.serves, run)
+        if kernel.name == pin and not choice.serves:
+            given = ", ".join(map(describe, avals))
+            raise UnsupportedKernel(
+                f"{op}: kernel {pin!r} cannot serve {given}: {choice.why_not}. "
+                f"Without the pin another one serves; {op}.explain(...) says which."
+            )
+        if kernel.name == pin and kernel.platforms and kernel.interpretable:
+            branches["default"] = functools.partial(run, interpret=True)
+    if tuple(branches) == ("default",):
+        return branches["default"]
+    return functools.partial(lax.platform_dependent, **branches)
+
+
+def describe(x: Any) -> str:
+    """``float32[2,8]`` for arrays, ``repr`` for the rest."""
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        return repr(x)
+    return f"{x.dtype.name}[{','.join(map(str, x.shape))}]"

@@ -1,0 +1,366 @@
+"""What an op is: a function, its contract, and the kernels that can serve it.
+
+The decorated function body is the op's *decomposition*, and everything derivable is derived from
+it rather than written again:
+
+    shape and dtype rule   jax.eval_shape(body); annotations check the operands (_signature.py)
+    XLA lowering           the body, last in the list of kernels                (_choose.py)
+    default gradient       jax.vjp(body)                                        (_fused.py)
+    fusion pattern         jax.make_jaxpr(body)
+    cost                   XLA's count of the body's operations; bytes of inputs and outputs
+    reference for tests    the body in float64
+
+What cannot be derived is declared: kind, id, the backward op, kernels, precision, examples.
+
+A call goes   bind → jit → check → [custom_vjp] → choose → kernel.   Everything right of ``jit``
+runs once per signature, when traced.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._choose import PIN, Choice, Kernel, KernelCaps, Reason, choose, decide, never
+from ._signature import Signature
+from .errors import ArgumentError, SignatureError, UnsupportedKernel
+from .numerics import vary_alike
+from .op_kind import OpKind
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Examples = Callable[[], Iterable[dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How far a result may stand from the float64 reference, relative to its largest element.
+
+    ``float32`` is the accumulated error in units of the result's maximum.  Half types accumulate in
+    float32 and round once more, by half a unit in their last place.
+    """
+
+    float32: float
+    float64: float = 1e-12
+
+    def tolerance(self, dtype: Any) -> float:
+        """Largest admitted error for outputs of ``dtype``; 0 for integers."""
+        name = np.dtype(dtype).name
+        rounding = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+        if name in rounding:
+            return rounding[name] + self.float32
+        return {"float32": self.float32, "float64": self.float64}.get(name, 0.0)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a call has to do at least: the roofline's two axes."""
+
+    flops: int
+    transcendentals: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class OutputView:
+    """One output of an op: its slot's name, and what it holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which implementation runs forward and backward, and why the others do not."""
+
+    op: str
+    forward: list[Choice]
+    backward: list[Choice] | str
+
+    def __str__(self) -> str:
+        back = [self.backward] if isinstance(self.backward, str) else map(str, self.backward)
+        lines = [f"forward   {c}" for c in self.forward] + [f"backward  {c}" for c in back]
+        return "\n".join([self.op, *(f"  {line}" for line in lines)])
+
+    __repr__ = __str__
+
+
+class Call(NamedTuple):
+    """The static half of a call; hashable, it keys the caches of ``jit`` and ``custom_vjp``.
+
+    1, 1.0 and True are equal and hash alike, and select other programs; so do 0.0 and −0.0; and NaN
+    is not equal to itself.  Hence the types, and floats by their digits.
+    """
+
+    key: tuple[tuple[str, type, Any], ...]
+    pin: str | None
+
+    @classmethod
+    def of(cls, params: dict[str, Any], pin: str | None) -> Call:
+        """The call with these parameters, pinned or not."""
+        return cls(
+            tuple([(n, type(v), v.hex() if type(v) is float else v) for n, v in params.items()]),
+            pin,
+        )
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters, by name."""
+        return {n: float.fromhex(v) if t is float else v for n, t, v in self.key}
+
+
+class Op(Generic[P, R]):
+    """An op of plain jax.numpy: its gradient is its body's, in either mode.
+
+    Call it like the function it was declared with; ask it for the rest.
+    """
+
+    def __init__(
+        self,
+        body: Callable[..., R],
+        *,
+        name: str | None = None,
+        kind: OpKind | None = None,
+        precision: Precision,
+        outputs: Sequence[str] = ("y",),
+        rejects: Reason = never,
+        expects: Callable[..., None] = never,
+        adapt: Callable[..., tuple[Sequence[Any], dict[str, Any]]] | None = None,
+        destructive_input: int | None = None,
+        examples: Examples = lambda: (),
+    ) -> None:
+        """Declare an op.
+
+        Args:
+            body: the decomposition.  Arrays by position, parameters by keyword; annotated.
+            name: the body's, if None.
+            kind: its place in the vocabulary, if it has one.
+            precision: the promise that the tests hold it to.
+            outputs: slot names, in order.
+            rejects: ``(*avals, **params) -> reason | None`` for what annotations cannot express;
+                a reason begins with the argument, tells what arrived, what was wanted, what to do.
+            expects: ``(*arrays, **params)`` for values; checks with ``checkify.debug_check``.
+            adapt: the public signature where it differs from the body's (an array inside a keyword
+                argument); returns the body's ``(arrays, params)``.
+            destructive_input: position of the operand whose buffer an eager call gives up.
+            examples: shapes and parameters that tests, benchmarks, tuning and docs share.  Every
+                argument of the body by name; abstract arrays and float arrays stand for data of
+                any float dtype, other arrays for themselves.
+        """
+        functools.update_wrapper(self, adapt or body)
+        self.body, self.name, self.kind = body, name or body.__name__, kind
+        self.__name__ = self.__qualname__ = self.name
+        self.__doc__ = body.__doc__
+        self.precision, self.outputs = precision, tuple(outputs)
+        self.rejects, self.expects, self.examples = rejects, expects, examples
+        self.adapt, self.destructive_input = adapt, destructive_input
+        self.signature = Signature(body, self.name)
+        self.inputs, self.params = self.signature.inputs, self.signature.params
+        self.kernels = [Kernel("xla", body)]
+
+        def traced(call: Call, *arrays: Any) -> Any:
+            params = call.params
+            self._check(params, arrays)
+            self.expects(*arrays, **params)
+            return self._core(call, *vary_alike(arrays))
+
+        traced.__name__ = self.name  # as jaxprs, HLO and profiles show it
+        self._jitted: Any = jax.jit(traced, static_argnums=0)
+        if destructive_input is not None:
+            self._donating: Any = jax.jit(
+                traced, static_argnums=0, donate_argnums=1 + destructive_input
+            )
+
+    # -- calling ---------------------------------------------------------------------------
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        params, arrays = self._bind(args, kwargs)
+        call = Call.of(params, PIN.value)
+        if self.destructive_input is not None and gives_up(arrays, self.destructive_input):
+            return self._donating(call, *arrays)
+        return self._jitted(call, *arrays)
+
+    def decompose(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The op in plain jax.numpy: no kernel, no custom gradient, forward mode works."""
+        params, arrays = self._bind(args, kwargs)
+        self._check(params, arrays)
+        return self.body(*arrays, **params)
+
+    def _bind(self, args: Any, kwargs: Any) -> tuple[dict[str, Any], list[Any]]:
+        if self.adapt is not None:
+            args, kwargs = self._adapt(args, kwargs)
+        return self.signature.bind(args, kwargs)
+
+    def _adapt(self, args: Any, kwargs: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+        assert self.adapt is not None
+        try:
+            inspect.signature(self.adapt).bind(*args, **kwargs)
+        except TypeError as error:
+            raise SignatureError(f"{self.name}: {error}. Call it as {self.usage()}.") from None
+        return self.adapt(*args, **kwargs)
+
+    def _core(self, call: Call, *arrays: Any) -> Any:
+        """What is differentiated: here, whatever runs."""
+        return self._run(call, *arrays)
+
+    def _run(self, call: Call, *arrays: Any) -> Any:
+        run = choose(self.name, self.kernels, call.pin, abstract(arrays), call.params)
+        out = run(*arrays)
+        return tie(out, arrays) if isinstance(out, tuple) else out
+
+    def _check(self, params: dict[str, Any], arrays: Sequence[Any]) -> None:
+        self.signature.check(arrays)
+        if reason := self.rejects(*abstract(arrays), **params):
+            raise ArgumentError(f"{self.name}: {reason}")
+
+    # -- choosing a kernel -----------------------------------------------------------------
+
+    def kernel(
+        self,
+        name: str,
+        *,
+        platforms: tuple[str, ...] = (),
+        refuses: Reason = never,
+        declines: Reason = never,
+        caps: KernelCaps = KernelCaps(),
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorator registering an implementation, tried after those before it, before ``xla``."""
+        if name in [k.name for k in self.kernels]:
+            raise ArgumentError(f"{self.name}: kernel {name!r} is registered already.")
+
+        def register(run: Callable[..., Any]) -> Callable[..., Any]:
+            self.kernels.insert(-1, Kernel(name, run, platforms, refuses, declines, caps))
+            self._jitted.clear_cache()
+            return run
+
+        return register
+
+    def using(self, name: str) -> Callable[P, R]:
+        """The op pinned to one implementation, its gradient included: ``op.using("xla")(x)``.
+
+        The backward is pinned as well where it has an implementation of that name.
+        """
+        if name not in (known := [k.name for k in self.kernels]):
+            raise UnsupportedKernel(
+                f"{self.name}: no kernel {name!r}; it has {', '.join(known)}. "
+                f"{self.name}.explain(...) says who runs."
+            )
+
+        @functools.wraps(self.body)
+        def pinned(*args: P.args, **kwargs: P.kwargs) -> R:
+            with PIN(name):
+                return self(*args, **kwargs)
+
+        return pinned
+
+    def explain(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
+        """Every implementation in order of preference, with the reason it would or wouldn't run."""
+        params, arrays = self._bind(args, kwargs)
+        avals = abstract(arrays)
+        self._check(params, avals)
+        return Explanation(
+            self.name,
+            decide(self.kernels, PIN.value, avals, params),
+            self._explain_backward(params, avals),
+        )
+
+    def _explain_backward(self, params: dict[str, Any], avals: list[Any]) -> list[Choice] | str:
+        return "derivative of whatever runs forward" if self.wrt else "no gradient: integer operands"
+
+    # -- being asked -----------------------------------------------------------------------
+
+    @functools.cached_property
+    def wrt(self) -> tuple[str, ...]:
+        """Names of the operands that have a gradient."""
+        return tuple(n for n, o in self.signature.operands.items() if o.floating)
+
+    def out(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Shape and dtype of the result; arguments may be abstract."""
+        params, arrays = self._bind(args, kwargs)
+        self._check(params, arrays)
+        return jax.eval_shape(functools.partial(self.body, **params), *arrays)
+
+    def output_views(self, *args: P.args, **kwargs: P.kwargs) -> tuple[OutputView, ...]:
+        """Slot name, shape and dtype of each output, in order."""
+        params, _ = self._bind(args, kwargs)
+        leaves = as_tuple(self.out(*args, **kwargs))
+        return tuple(
+            OutputView(name, y.shape, y.dtype)
+            for name, y in zip(self._present(params), leaves, strict=True)
+        )
+
+    def _present(self, params: dict[str, Any]) -> list[str]:
+        """Names of the outputs returned; a parameter ``return_lse`` switches ``lse`` on."""
+        return [n for n in self.outputs if params.get(f"return_{n}", True)]
+
+    def cost(self, *args: P.args, **kwargs: P.kwargs) -> Cost:
+        """Work of the fused form: XLA's operation count, inputs read once, outputs written once."""
+        params, arrays = self._bind(args, kwargs)
+        moved = jax.tree.leaves((arrays, self.out(*args, **kwargs)))
+        body = jax.jit(functools.partial(self.body, **params))
+        counted = body.lower(*arrays).cost_analysis() or {}
+        return Cost(
+            flops=int(counted.get("flops", 0)),
+            transcendentals=int(counted.get("transcendentals", 0)),
+            bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in moved),
+        )
+
+    def usage(self) -> str:
+        """``rms_norm_last_dim(x[*batch d], *, eps=1e-06)``."""
+        if self.adapt is None:
+            return self.signature.usage()
+        return f"{self.name}{inspect.signature(self.adapt)}"
+
+    def __repr__(self) -> str:
+        return f"<op {self.usage()}; {', '.join(k.name for k in self.kernels)}>"
+
+    def _repr_html_(self) -> str:
+        doc = inspect.cleandoc(self.__doc__ or "").partition("\n")[0]
+        return f"<code>{self.usage()}</code><br>{doc}"
+
+    def __reduce__(self) -> str:
+        return self.__qualname__  # pickled and copied by name, as functions are
+
+
+def gives_up(arrays: Sequence[Any], position: int) -> bool:
+    """Whether an eager call may hand the operand's buffer over: it is concrete, and used once."""
+    x = arrays[position]
+    others = [a for i, a in enumerate(arrays) if i != position]
+    return (
+        isinstance(x, jax.Array)
+        and not any(isinstance(a, jax.core.Tracer) for a in arrays)
+        and not any(a is x for a in others)
+    )
+
+
+def abstract(arrays: Sequence[Any]) -> list[Any]:
+    """Shapes and dtypes only: what choices may depend on."""
+    return [None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+
+
+def as_tuple(outputs: Any) -> tuple[Any, ...]:
+    """The outputs of an op, also when there is one."""
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+
+def tie(outputs: tuple[Any, ...], arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """Let every output depend on every operand, so that ``vmap`` batches all of them or none.
+
+    Under vmap over ``v`` alone attention's lse would stay unbatched; its cotangent would then be
+    counted once per example (JAX 0.10, 0.11) or refused (0.12).  XLA removes the select.
+    """
+    first = [x[(0,) * x.ndim] for x in arrays if x is not None and x.size]
+    same = functools.reduce(lax.bitwise_and, [a == a for a in first], jnp.bool_(True))
+    return jax.tree.map(lambda y: lax.select(jnp.broadcast_to(same, y.shape), y, y), outputs)

@@ -1,0 +1,104 @@
+"""RMS normalisation over the last axis, and its backward."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._op import Precision
+from ..numerics import wide
+from ..op_kind import FusedOps, OpKind
+from ..registry import fused_op
+from ..types import Array, Floats
+
+PRECISION = Precision(float32=2e-6)
+
+
+def examples():
+    """A model's width, an awkward one, and a single element."""
+    for shape in ((4, 512), (2, 3, 40), (1, 1)):
+        yield {"x": jax.ShapeDtypeStruct(shape, jnp.float32), "eps": 1e-6}
+
+
+def backward_examples():
+    """The forward's, with a cotangent.  (Of a single element the gradient all but cancels.)"""
+    for shape in ((4, 512), (2, 3, 40)):
+        x = jax.ShapeDtypeStruct(shape, jnp.float32)
+        yield {"x": x, "upstream": x, "eps": 1e-6}
+
+
+def rejects(x, *rest, eps) -> str | None:
+    """A negative or absent eps."""
+    return None if eps >= 0 else f"parameter 'eps' is {eps}; it must be at least 0."
+
+
+@fused_op(
+    OpKind.RmsNormLastDimBackward,
+    id=FusedOps.RMS_NORM_LAST_DIM_BACKWARD,
+    family="Backward",
+    precision=PRECISION,
+    outputs=("dx",),
+    rejects=rejects,
+    matchable=False,
+    examples=backward_examples,
+)
+def rms_norm_last_dim_backward(
+    x: Floats[Array, "*batch d"], upstream: Floats[Array, "*batch d"], *, eps: float = 1e-6
+) -> Floats[Array, "*batch d"]:
+    """Gradient of :func:`rms_norm_last_dim`:  r · (g − x · r² · mean(x·g)),  r = 1/√(mean(x²) + eps).
+
+    Sums in float32 (float64 for float64 operands), rounded once.
+
+    Args:
+        x: the forward's operand, ``[*batch, d]``.
+        upstream: the cotangent ``g`` of the result, like ``x``.
+        eps: the forward's ``eps``.
+
+    Returns:
+        The cotangent of ``x``, like ``x``.
+    """
+    v, g = wide(x), wide(upstream)
+    r = lax.rsqrt(jnp.mean(jnp.square(v), -1, keepdims=True) + eps)
+    dx = r * (g - v * (jnp.square(r) * jnp.mean(v * g, -1, keepdims=True)))
+    return dx.astype(x.dtype)
+
+
+def by_division(x: Array, *, eps: float) -> Array:
+    """A second spelling people write."""
+    v = wide(x)
+    return (v / jnp.sqrt(jnp.mean(v * v, -1, keepdims=True) + eps)).astype(x.dtype)
+
+
+@fused_op(
+    OpKind.RmsNormLastDim,
+    id=FusedOps.RMS_NORM_LAST_DIM,
+    family="Norm",
+    precision=PRECISION,
+    backward=rms_norm_last_dim_backward,
+    seed_backward="Fused(rms_norm_last_dim_backward)",
+    spellings=(by_division,),
+    rejects=rejects,
+    examples=examples,
+)
+def rms_norm_last_dim(
+    x: Floats[Array, "*batch d"], *, eps: float = 1e-6
+) -> Floats[Array, "*batch d"]:
+    """Divide each row by its root mean square:  x / √(mean(x²) + eps).
+
+    Sums in float32 (float64 for float64 operands), rounded once.  No gain: multiply the result.
+
+    Args:
+        x: ``[*batch, d]``.
+        eps: added to the mean square, at least 0.
+
+    Returns:
+        An array like ``x``.
+
+    Raises:
+        ShapeError: ``x`` is a scalar, or not of floats.
+        ArgumentError: ``eps`` is negative.
+
+    Source: Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4, without the gain.
+    """
+    v = wide(x)
+    r = lax.rsqrt(jnp.mean(jnp.square(v), -1, keepdims=True) + eps)
+    return (v * r).astype(x.dtype)

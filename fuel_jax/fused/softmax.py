@@ -1,0 +1,127 @@
+"""Softmax and log-softmax over the last axis, and their backwards."""
+
+import jax
+import jax.numpy as jnp
+
+from .._op import Precision
+from ..numerics import exp_below_max, uncontracted, wide
+from ..op_kind import FusedOps, OpKind
+from ..registry import fused_op
+from ..types import Array, Floats
+
+PRECISION = Precision(float32=2e-6)
+
+
+def examples():
+    """A vocabulary row, attention scores, and a single element."""
+    for shape in ((2, 300), (2, 3, 5, 8), (1, 1)):
+        yield {"x": jax.ShapeDtypeStruct(shape, jnp.float32)}
+
+
+def backward_examples():
+    """A result and its cotangent."""
+    for shape in ((2, 3, 5, 8), (1, 1)):
+        x = jax.ShapeDtypeStruct(shape, jnp.float32)
+        yield {"y": x, "upstream": x}
+
+
+@fused_op(
+    OpKind.SoftmaxLastDimBackward,
+    id=FusedOps.SOFTMAX_LAST_DIM_BACKWARD,
+    family="Backward",
+    precision=PRECISION,
+    outputs=("dx",),
+    matchable=False,
+    examples=backward_examples,
+)
+def softmax_last_dim_backward(
+    y: Floats[Array, "*batch n"], upstream: Floats[Array, "*batch n"]
+) -> Floats[Array, "*batch n"]:
+    """Gradient of :func:`softmax_last_dim`:  y · (g − Σ y·g).
+
+    Sums in float32 (float64 for float64 operands), rounded once.
+
+    Args:
+        y: the forward's result, ``[*batch, n]``.
+        upstream: the cotangent ``g`` of ``y``, like ``y``.
+
+    Returns:
+        The cotangent of ``x``, like ``y``.
+    """
+    p, g = wide(y), wide(upstream)
+    return (p * (g - jnp.sum(p * g, -1, keepdims=True))).astype(y.dtype)
+
+
+@fused_op(
+    OpKind.SoftmaxLastDim,
+    id=FusedOps.SOFTMAX_LAST_DIM,
+    family="Forward",
+    precision=PRECISION,
+    backward=softmax_last_dim_backward,
+    seed_backward="Fused(softmax_last_dim_backward)",
+    examples=examples,
+)
+def softmax_last_dim(x: Floats[Array, "*batch n"]) -> Floats[Array, "*batch n"]:
+    """Exponentials normalised over the last axis:  eˣ / Σ eˣ.
+
+    In float32 (float64 for float64 operands), rounded once.  A finite row sums to 1 however large
+    its elements, under ``jit`` as well; a row of −inf, or one holding inf or NaN, is NaN.
+
+    Args:
+        x: ``[*batch, n]``.
+
+    Returns:
+        An array like ``x``.
+    """
+    e, _ = exp_below_max(wide(x))
+    return (e * (1 / jnp.sum(e, -1, keepdims=True))).astype(x.dtype)
+
+
+@fused_op(
+    OpKind.LogSoftmaxLastDimBackward,
+    family="Backward",
+    precision=PRECISION,
+    outputs=("dx",),
+    matchable=False,
+    examples=backward_examples,
+)
+def log_softmax_last_dim_backward(
+    y: Floats[Array, "*batch n"], upstream: Floats[Array, "*batch n"]
+) -> Floats[Array, "*batch n"]:
+    """Gradient of :func:`log_softmax_last_dim`:  g − eʸ · Σ g.
+
+    Sums in float32 (float64 for float64 operands), rounded once.
+
+    Args:
+        y: the forward's result, ``[*batch, n]``.
+        upstream: the cotangent ``g`` of ``y``, like ``y``.
+
+    Returns:
+        The cotangent of ``x``, like ``y``.
+    """
+    g = wide(upstream)
+    return (g - jnp.exp(wide(y)) * jnp.sum(g, -1, keepdims=True)).astype(y.dtype)
+
+
+@fused_op(
+    OpKind.LogSoftmaxLastDim,
+    family="Forward",
+    precision=PRECISION,
+    backward=log_softmax_last_dim_backward,
+    examples=examples,
+)
+def log_softmax_last_dim(x: Floats[Array, "*batch n"]) -> Floats[Array, "*batch n"]:
+    """Logarithm of the softmax over the last axis:  x − max − ln Σ exp(x − max).
+
+    In float32 (float64 for float64 operands), rounded once.  A row of −inf, or one holding inf or
+    NaN, is NaN.
+
+    Args:
+        x: ``[*batch, n]``.
+
+    Returns:
+        An array like ``x``.
+    """
+    v = wide(x)
+    e, m = exp_below_max(v)
+    return (uncontracted(v) - m - jnp.log(jnp.sum(e, -1, keepdims=True))).astype(x.dtype)

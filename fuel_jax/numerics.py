@@ -1,0 +1,59 @@
+"""How fuel_jax accumulates and exponentiates, and what varies over a mesh."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .types import Array
+
+
+def wide(x: Array) -> Array:
+    """``x`` in its accumulation dtype: float32, or float64 for float64."""
+    return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+
+
+def is_float(x: Any) -> bool:
+    """Whether ``x`` holds floats."""
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def uncontracted(y: Array) -> Array:
+    """``y``, but a product in it is rounded before anything is subtracted from it.
+
+    XLA recomputes ``y`` where it is used, and on the CPU contracts ``x·c − max(x·c)`` into one
+    fused multiply-add: near 1e10 the difference is off by hundreds, on either side, and a softmax
+    becomes inf/inf or 0/0.  No operation is contracted across a minimum, and this one changes no
+    finite value.  (+inf becomes the largest finite number: its row is NaN with either.)
+    """
+    return jnp.minimum(y, jnp.finfo(y.dtype).max)
+
+
+def exp_below_max(y: Array) -> tuple[Array, Array]:
+    """``exp(y − m)`` and the row maximum ``m`` (constant to autodiff), over the last axis.
+
+    Rows of −inf only, and rows holding inf or NaN, come out NaN.
+    """
+    m = lax.stop_gradient(jnp.max(y, axis=-1, keepdims=True))
+    return jnp.exp(uncontracted(y) - m), m
+
+
+def vary_alike(arrays: Sequence[Any]) -> list[Any]:
+    """Under ``shard_map``: every array varying over the mesh axes that any of them varies over.
+
+    JAX checks that a gradient varies as its operand does.  After this all do, and JAX itself sums
+    the gradient of a replicated operand over the devices.
+    """
+    varying = [frozenset() if x is None else jax.typeof(x).manual_axis_type.varying for x in arrays]
+    axes = frozenset().union(*varying)
+    return [
+        x if x is None or axes == its else lax.pcast(x, tuple(axes - its), to="varying")
+        for x, its in zip(arrays, varying, strict=True)
+    ]
+
+
+def zeros(shape: tuple[int, ...], like: Array) -> Array:
+    """Zeros to start a loop from: dtype and mesh axes of ``like``."""
+    return vary_alike([jnp.zeros(shape, like.dtype), like])[0]

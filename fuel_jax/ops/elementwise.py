@@ -1,0 +1,333 @@
+"""Elementwise ops.  One row per op; the row is the whole definition.
+
+Half types are computed in float32 and rounded once, F64 in float64, integers as they are.  Where
+JAX's own derivative is not the wanted one (ties, kinks, overflow), the row gives it, as a function
+of ``x``, the result ``y`` and the tangent ``t``.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._op import Op, Precision
+from ..numerics import is_float, wide
+from ..op_kind import OpKind as K
+from ..registry import enter, op
+from ..types import Anything, Array, Floats, Mask, Numbers
+
+PRECISION = Precision(float32=2e-6)
+Jvp = Callable[[Array, Array, Array], Array]
+
+
+def lifted(x: Array) -> Array:
+    """``x`` in the dtype it is computed in."""
+    return wide(x) if is_float(x) else x
+
+
+def spread(shape: Sequence[int], low: float, high: float) -> np.ndarray:
+    """Example data over a function's domain, in no order."""
+    n = math.prod(shape)
+    order = np.random.default_rng(0).permutation(n)
+    return np.linspace(low, high, n)[order].reshape(shape).astype(np.float32)
+
+
+def described(body: Callable[..., Any], kind: K, formula: str, args: str) -> Callable[..., Any]:
+    """The body with a name and a page."""
+    body.__name__ = body.__qualname__ = kind.as_str()
+    body.__doc__ = f"{formula}\n\nArgs:\n{args}\n\nReturns:\n    An array like the first."
+    return body
+
+
+def with_jvp(f: Callable[[Array], Array], jvp: Jvp | None) -> Callable[[Array], Array]:
+    """``f`` with a derivative of its own; forward mode and higher orders work."""
+    if jvp is None:
+        return f
+    core = jax.custom_jvp(f)
+
+    @core.defjvp
+    def _(primals, tangents):
+        y = core(*primals)
+        return y, jvp(*primals, y, *tangents)
+
+    return core
+
+
+def unary(kind, f, formula, jvp=None, dtypes=Floats, domain=(-4.03, 3.96)) -> Op:
+    """Row of a function of one array."""
+    core = with_jvp(f, jvp)
+
+    def body(x):
+        return core(lifted(x)).astype(x.dtype)
+
+    body.__annotations__ = {"x": dtypes[Array, "*shape"], "return": dtypes[Array, "*shape"]}
+    args = f"    x: any shape; {'floats or integers' if dtypes is Numbers else 'floats'}."
+    examples = lambda: ({"x": spread(s, *domain)} for s in ((3, 37), ()))
+    return enter(
+        Op(described(body, kind, formula, args), kind=kind, precision=PRECISION, examples=examples)
+    )
+
+
+def binary(kind, f, formula, dtypes=Numbers, left=(-3.03, 2.96), right=(0.5, 4.0)) -> Op:
+    """Row of a function of two arrays of equal shape and dtype."""
+
+    def body(a, b):
+        return f(lifted(a), lifted(b)).astype(a.dtype)
+
+    note = dtypes[Array, "*shape"]
+    body.__annotations__ = {"a": note, "b": note, "return": note}
+    args = "    a: any shape.\n    b: shape and dtype of ``a``."
+    examples = lambda: ({"a": spread(s, *left), "b": spread(s, *right)} for s in ((3, 37), ()))
+    return enter(
+        Op(described(body, kind, formula, args), kind=kind, precision=PRECISION, examples=examples)
+    )
+
+
+def comparison(kind, f, formula) -> Op:
+    """Row of a comparison: a U8 mask."""
+
+    def body(a, b):
+        return f(a, b).astype(jnp.uint8)
+
+    note = Numbers[Array, "*shape"]
+    body.__annotations__ = {"a": note, "b": note, "return": Mask[Array, "*shape"]}
+    args = "    a: any shape.\n    b: shape and dtype of ``a``."
+    described(body, kind, formula, args)
+    body.__doc__ = body.__doc__.replace("An array like the first.", "U8, 1 where true, 0 elsewhere.")
+    x = np.array([0.5, -1, 2, 2, 0, -0.0], np.float32)
+    examples = lambda: ({"a": x, "b": x[::-1].copy()}, {"a": x[0], "b": x[0]})
+    return enter(Op(body, kind=kind, precision=PRECISION, examples=examples))
+
+
+def select_sign(x, y, t):
+    """|x|′, 0 at 0."""
+    return jnp.sign(x) * t
+
+
+def sigmoid_slope(x: Array, scale: Array | float = 1.0) -> tuple[Array, Array]:
+    """σ(x) and x-safe weight σ(x)(1 − σ(x))·scale, 0 where σ is saturated."""
+    s = lax.logistic(x)
+    w = s * (1 - s)
+    return s, jnp.where(w == 0, 0, w * scale)
+
+
+def silu_jvp(x, y, t):
+    """σ + x·σ(1 − σ); 1 and 0 at ±inf."""
+    s, w = sigmoid_slope(x)
+    return t * (s + jnp.where(w == 0, 0, x * w))
+
+
+def gelu_jvp(x, y, t):
+    """Φ(x) + x·φ(x); 1 and 0 at ±inf."""
+    density = jnp.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+    return t * (0.5 * lax.erfc(-x * math.sqrt(0.5)) + jnp.where(density == 0, 0, x * density))
+
+
+TANH_SCALE, CUBE = 2 * math.sqrt(2 / math.pi), 0.044715  # ½(1 + tanh u) = σ(2u)
+
+
+def gelu_tanh_core(x):
+    """x·σ(2u): the tanh form, without its cancellation for x < 0."""
+    return x * lax.logistic(TANH_SCALE * (x + CUBE * x * x * x))
+
+
+def gelu_tanh_jvp(x, y, t):
+    """σ(2u) + x·σ(2u)(1 − σ(2u))·2u′."""
+    s, w = sigmoid_slope(TANH_SCALE * (x + CUBE * x * x * x))
+    return t * (s + jnp.where(w == 0, 0, x * w * TANH_SCALE * (1 + 3 * CUBE * x * x)))
+
+
+def remainder(a, b):
+    """Exact, with the sign of the divisor."""
+    r = lax.rem(a, b)
+    wrong = (r != 0) & ((r < 0) != (b < 0))
+    return jnp.where(wrong, r + b, r)
+
+
+NEAREST_EVEN = lax.RoundingMethod.TO_NEAREST_EVEN
+positive = (0.1, 6.0)
+
+# fmt: off
+#                  kind                   f(x)                                         formula                                 derivative, dtypes, domain
+relu      = unary(K.ReluElementwise,      lambda x: jnp.where(x < 0, 0, x),            "max(0, x).  NaN and −0 pass.",         lambda x, y, t: jnp.where(x > 0, t, 0), Numbers)
+neg       = unary(K.NegElementwise,       jnp.negative,                                "−x.",                                  dtypes=Numbers)
+sqr       = unary(K.SqrElementwise,       lambda x: x * x,                             "x².",                                  dtypes=Numbers)
+sqrt      = unary(K.SqrtElementwise,      jnp.sqrt,                                    "√x.  NaN for x < 0; √−0 = −0.",        domain=positive)
+recip     = unary(K.RecipElementwise,     lambda x: 1 / x,                             "1 / x.  ±inf at ±0.",                  domain=positive)
+abs       = unary(K.AbsElementwise,       jnp.abs,                                     "|x|.  Its derivative at 0 is 0.",      select_sign, Numbers)
+tanh      = unary(K.TanhElementwise,      jnp.tanh,                                    "tanh x.")
+exp       = unary(K.ExpElementwise,       jnp.exp,                                     "eˣ.")
+log       = unary(K.LogElementwise,       jnp.log,                                     "ln x.  −inf at 0, NaN below.",         domain=positive)
+sin       = unary(K.SinElementwise,       jnp.sin,                                     "sin x.")
+cos       = unary(K.CosElementwise,       jnp.cos,                                     "cos x.")
+sigmoid   = unary(K.SigmoidElementwise,   lax.logistic,                                "1 / (1 + e⁻ˣ).")
+silu      = unary(K.SiluElementwise,      lambda x: x / (1 + jnp.exp(-x)),             "x / (1 + e⁻ˣ).  NaN at −inf.",         silu_jvp)
+gelu_tanh = unary(K.GeluTanhElementwise,  gelu_tanh_core,                              "½x(1 + tanh(√(2/π)(x + 0.044715x³))).  NaN at −inf.", gelu_tanh_jvp)
+step      = unary(K.StepElementwise,      lambda x: jnp.where(x > 0, 1, 0),            "1 where x > 0, else 0, also at NaN.  Drops the gradient.", dtypes=Numbers)
+floor     = unary(K.FloorElementwise,     jnp.floor,                                   "⌊x⌋.  Drops the gradient.")
+ceil      = unary(K.CeilElementwise,      jnp.ceil,                                    "⌈x⌉.  Drops the gradient.")
+round     = unary(K.RoundElementwise,     lambda x: lax.round(x, NEAREST_EVEN),        "Nearest integer, ties to even.  Drops the gradient.")
+sign      = unary(K.SignElementwise,      jnp.sign,                                    "−1, 0 or 1; NaN at NaN.  Drops the gradient.", dtypes=Numbers)
+erf       = unary(K.ErfElementwise,       lax.erf,                                     "2/√π ∫₀ˣ e⁻ᵗ² dt.")
+gelu      = unary(K.GeluElementwise,      lambda x: 0.5 * x * lax.erfc(-x * math.sqrt(0.5)), "½x(1 + erf(x/√2)), its tail kept.  NaN at −inf.", gelu_jvp)
+rsqrt     = unary(K.RsqrtElementwise,     lax.rsqrt,                                   "1 / √x.  inf at 0, NaN below.",        domain=positive)
+
+#                  kind                   f(a, b)       formula
+add     = binary(K.AddElementwise,        jnp.add,      "a + b.")
+sub     = binary(K.SubElementwise,        jnp.subtract, "a − b.")
+mul     = binary(K.MulElementwise,        jnp.multiply, "a · b.")
+div     = binary(K.DivElementwise,        lax.div,      "a / b.  Integers truncate toward zero; x / 0 is −1 for them.")
+maximum = binary(K.MaximumElementwise,    jnp.maximum,  "max(a, b), NaN if either is.  A tie gives each half the gradient.")
+minimum = binary(K.MinimumElementwise,    jnp.minimum,  "min(a, b), NaN if either is.  A tie gives each half the gradient.")
+pow     = binary(K.PowElementwise,        lax.pow,      "aᵇ.  1 where b = 0; NaN where a < 0 and b is no integer.", Floats, (0.2, 3.0))
+rem     = binary(K.RemElementwise,        remainder,    "a − ⌊a/b⌋·b, exact, with the sign of b.  rem(1, inf) = 1; NaN for b = 0.")
+
+eq = comparison(K.EqualElementwise,        jnp.equal,         "a = b.  False where either is NaN.")
+ne = comparison(K.NotEqualElementwise,     jnp.not_equal,     "a ≠ b.  True where either is NaN.")
+lt = comparison(K.LessElementwise,         jnp.less,          "a < b.  False where either is NaN.")
+le = comparison(K.LessEqualElementwise,    jnp.less_equal,    "a ≤ b.  False where either is NaN.")
+gt = comparison(K.GreaterElementwise,      jnp.greater,       "a > b.  False where either is NaN.")
+ge = comparison(K.GreaterEqualElementwise, jnp.greater_equal, "a ≥ b.  False where either is NaN.")
+# fmt: on
+
+
+def where_examples():
+    """Zeros, ones and another truth value."""
+    cond = np.array([[0, 1, 2], [255, 0, 0]], np.uint8)
+    yield {"cond": cond, "a": jax.ShapeDtypeStruct((2, 3), jnp.float32), "b": spread((2, 3), 0, 1)}
+
+
+@op(K.Where, precision=PRECISION, examples=where_examples)
+def where(
+    cond: Mask[Array, "*shape"], a: Anything[Array, "*shape"], b: Anything[Array, "*shape"]
+) -> Anything[Array, "*shape"]:
+    """a where cond is not 0, else b.
+
+    The unselected element is never looked at, nor its cotangent: NaN there does not leak.
+
+    Args:
+        cond: U8 (any nonzero is true) or bool, of the operands' shape.
+        a: any shape.
+        b: shape and dtype of ``a``.
+
+    Returns:
+        An array like ``a``.
+    """
+    return jnp.where(cond != 0, a, b)
+
+
+def coefficient(x: Array, name: str, value: float) -> Array:
+    """A scalar parameter in the dtype ``x`` is computed in."""
+    return jnp.asarray(value if is_float(x) else int(value), lifted(x).dtype)
+
+
+def integral(x: Any, **given: float) -> str | None:
+    """Integers take integer coefficients that fit."""
+    if is_float(x):
+        return None
+    limits = jnp.iinfo(x.dtype)
+    for name, value in given.items():
+        if value != int(value) or not limits.min <= value <= limits.max:
+            return (
+                f"parameter {name!r} is {value} and 'x' is {x.dtype.name}; it must be an integer "
+                f"from {limits.min} to {limits.max}. Cast x to a float dtype first."
+            )
+    return None
+
+
+def affine_examples():
+    """A scale and a shift."""
+    yield {"x": spread((3, 37), -4, 4), "mul": -2.5, "add": 0.75}
+
+
+@op(
+    K.Affine,
+    precision=PRECISION,
+    rejects=lambda x, *, mul, add: integral(x, mul=mul, add=add),
+    examples=affine_examples,
+)
+def affine(x: Numbers[Array, "*shape"], *, mul: float, add: float) -> Numbers[Array, "*shape"]:
+    """mul · x + add.
+
+    Args:
+        x: any shape.
+        mul: factor; F32 beside F32 and half arrays.
+        add: summand.
+
+    Returns:
+        An array like ``x``.
+    """
+    v = lifted(x)
+    return (v * coefficient(x, "mul", mul) + coefficient(x, "add", add)).astype(x.dtype)
+
+
+def clamp_rejects(x, *, min, max):
+    """Bounds the wrong way round, or none."""
+    if not min <= max:  # also when either is NaN
+        return f"'min' is {min} and 'max' is {max}; min must not exceed max, nor be NaN. Swap them."
+    bounds = {"min": min, "max": max}
+    return integral(x, **{n: b for n, b in bounds.items() if not math.isinf(b)})
+
+
+def clamp_examples():
+    """Bounds inside the data."""
+    yield {"x": spread((3, 37), -4, 4), "min": -1.5, "max": 2.25}
+
+
+@op(K.ClampElementwise, precision=PRECISION, rejects=clamp_rejects, examples=clamp_examples)
+def clamp(x: Numbers[Array, "*shape"], *, min: float, max: float) -> Numbers[Array, "*shape"]:
+    """min(max(x, lo), hi).  NaN passes; the gradient passes from lo to hi, bounds included.
+
+    Args:
+        x: any shape.
+        min: lower bound.
+        max: upper bound, at least ``min``.
+
+    Returns:
+        An array like ``x``.
+
+    Raises:
+        ArgumentError: ``min > max``, or a bound is NaN.
+    """
+    v = lifted(x)
+    span = jnp.finfo(v.dtype) if is_float(x) else jnp.iinfo(v.dtype)
+    low, high = (
+        coefficient(x, "bound", b if is_float(x) or not math.isinf(b) else float(limit))
+        for b, limit in ((min, span.min), (max, span.max))
+    )
+    inside = (v >= low) & (v <= high)
+    # Constant to autodiff outside the bounds, the identity inside: a tie passes the whole gradient.
+    bounded = lax.stop_gradient(jnp.minimum(jnp.maximum(v, low), high))
+    return jnp.where(inside, v, bounded).astype(x.dtype)
+
+
+def powi_rejects(x, *, exp):
+    """Exponents beyond I32."""
+    if not -(2**31) <= exp < 2**31:
+        return f"parameter 'exp' is {exp}; it must fit in I32."
+    return None
+
+
+def powi_examples():
+    """A cube, a reciprocal square, and the constant."""
+    for exponent in (3, -2, 0):
+        yield {"x": spread((3, 11), 0.4, 2.0), "exp": exponent}
+
+
+@op(K.PowIElementwise, precision=PRECISION, rejects=powi_rejects, examples=powi_examples)
+def powi(x: Floats[Array, "*shape"], *, exp: int) -> Floats[Array, "*shape"]:
+    """xⁿ for an integer n, by repeated multiplication; x⁰ = 1 for every x, NaN included.
+
+    Args:
+        x: any shape, floats.
+        exp: the exponent n, I32; a negative one gives 1 / x⁻ⁿ.
+
+    Returns:
+        An array like ``x``.  The gradient of x⁰ is 0 everywhere.
+    """
+    return lax.integer_pow(wide(x), exp).astype(x.dtype)
+

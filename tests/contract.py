@@ -1,0 +1,136 @@
+"""What the contract tests share: cases, data, comparison."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fuel_jax
+from fuel_jax.registry import builtin
+
+OPS = sorted((op for op in builtin() if isinstance(op, fuel_jax.Op)), key=lambda op: op.name)
+CASES = [
+    pytest.param(op, example, id=f"{op.name}-{i}")
+    for op in OPS
+    for i, example in enumerate(op.examples())
+]
+SCALE = 0.5  # recurrences grow exponentially in their inputs; a power of two, exact in any dtype
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def dtypes_of(op):
+    """The float dtypes an op's shared operands may have; F32 where they have none."""
+    shared = [o for o in op.signature.operands.values() if o.shared]
+    return [d for d in DTYPES if not shared or d in shared[0].dtypes]
+
+
+def fill(op, example, draw, dtype):
+    """The op with its parameters given, and data: drawn for abstract operands, cast for floats."""
+    arrays = []
+    for name in (n for n in op.inputs if n in example):
+        operand = op.signature.operands[name]
+        for x in example[name] if op.signature.variadic else [example[name]]:
+            arrays.append(data(operand, x, draw, dtype))
+    params = {n: v for n, v in example.items() if n not in op.inputs}
+    return functools.partial(op, **params), arrays
+
+
+def data(operand, x, draw, dtype):
+    """One operand in the dtype under test, or in the dtype that is its own."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        x = draw(x.shape, "float64") * SCALE
+    if x is None or not hasattr(x, "dtype") or not np.issubdtype(x.dtype, np.floating):
+        return x
+    own = "float64" if dtype == "float64" and "float64" in operand.dtypes else "float32"
+    return jnp.asarray(x).astype(dtype if operand.shared else own)
+
+
+def floats(op, arrays):
+    """Positions of the operands a gradient can be taken of."""
+    names = op.signature.names(arrays) if not op.signature.variadic else ["arrays"] * len(arrays)
+    return tuple(
+        i
+        for i, (n, x) in enumerate(zip(names, arrays, strict=False))
+        if n in op.wrt and x is not None and jnp.issubdtype(x.dtype, jnp.floating)
+    )
+
+
+def differentiable(op, f, arrays):
+    """Whether there is anything to differentiate, and with respect to what."""
+    outputs = jax.tree.leaves(jax.eval_shape(f, *arrays))
+    return bool(floats(op, arrays)) and any(jnp.issubdtype(y.dtype, jnp.floating) for y in outputs)
+
+
+def loss(f):
+    """A scalar that depends on every float output, in float64, ignoring −inf (an empty row's lse)."""
+
+    def of(*arrays):
+        ys = [y for y in jax.tree.leaves(f(*arrays)) if jnp.issubdtype(y.dtype, jnp.floating)]
+        ys = [y.astype("float64") for y in ys]
+        return sum(
+            jnp.sum(jnp.sin(jnp.where(jnp.isneginf(y), 0, y)) * (1 + i)) for i, y in enumerate(ys)
+        )
+
+    return of
+
+
+def weighted(f):
+    """A scalar linear in every float output, its weights exact in any dtype: the gradient of an op
+    in half precision is then compared at the same point, not at a rounded one."""
+
+    def of(*arrays):
+        ys = [y for y in jax.tree.leaves(f(*arrays)) if jnp.issubdtype(y.dtype, jnp.floating)]
+        total = jnp.zeros((), "float64")
+        for i, y in enumerate(ys):
+            weights = (np.arange(y.size).reshape(y.shape) * 5 + i) % 17 / 8 - 1
+            y = jnp.where(jnp.isneginf(y), 0, y).astype("float64")
+            total += jnp.sum(y * weights)
+        return total
+
+    return of
+
+
+def to64(arrays):
+    """Float operands in float64, the rest as they are."""
+    is_float = lambda x: hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+    return [jnp.asarray(x).astype("float64") if is_float(x) else x for x in arrays]
+
+
+def close(got, want, tolerance, at_least=1e-30):
+    """Compare trees by largest error, relative to the largest wanted value (or ``at_least``).
+
+    NaN and the infinities must stand at the same places.  ``tolerance`` is a number, or a function
+    of the dtype of what was got.
+    """
+    got, want = jax.tree.leaves(got), jax.tree.leaves(want)
+    assert len(got) == len(want)
+    for g, w in zip(got, want, strict=True):
+        bound = tolerance(g.dtype) if callable(tolerance) else tolerance
+        g, w = np.asarray(g, np.float64), np.asarray(w, np.float64)
+        assert g.shape == w.shape
+        special = ~np.isfinite(w)
+        np.testing.assert_array_equal(g[special], w[special])
+        assert np.isfinite(g[~special]).all(), "NaN or inf where the reference is finite"
+        scale = max(np.abs(w[~special]).max(initial=0), at_least)
+        error = np.abs(g - w)[~special].max(initial=0)
+        assert error <= bound * scale, f"off by {error / scale:.3g} of the maximum, {bound:.3g} promised"
+
+
+def every_output(op, f):
+    """``f`` returning all the op can return."""
+    return functools.partial(f, **{p: True for p in op.params if p.startswith("return_")})
+
+
+def pins(op, f, arrays):
+    """Every implementation that can serve here; Pallas ones interpreted."""
+    params, operands = op._bind(arrays, f.keywords)
+    for kernel in op.kernels:
+        if kernel.refuses(*operands, **params) is None:
+            yield functools.partial(op.using(kernel.name), **f.keywords)
+
+
+def as_arrays(arrays):
+    """Python ints as the arrays they become."""
+    return [np.asarray(x, np.int32) if isinstance(x, int) else x for x in arrays]

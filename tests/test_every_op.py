@@ -1,0 +1,203 @@
+"""The contract of an op: values, gradients, its page.
+
+A new op is covered the moment it is declared with ``examples``: nothing here names an op.
+"""
+
+import copy
+import functools
+import inspect
+import pickle
+
+import jax
+import jax.numpy as jnp
+import jax.test_util
+import pytest
+
+import fuel_jax
+
+from .contract import (
+    CASES,
+    OPS,
+    close,
+    differentiable,
+    dtypes_of,
+    every_output,
+    fill,
+    floats,
+    loss,
+    pins,
+    to64,
+    weighted,
+)
+
+TYPED = [
+    pytest.param(*case.values, dtype, id=f"{case.id}-{dtype}")
+    for case in CASES
+    for dtype in dtypes_of(case.values[0])
+]
+
+
+def case(op, example, draw, dtype):
+    """The op with every output, and its data."""
+    f, arrays = fill(op, example, draw, dtype)
+    return every_output(op, f), arrays
+
+
+def needs_gradient(op, f, arrays):
+    if not differentiable(op, f, arrays):
+        pytest.skip(f"{op.name} has no gradient")
+
+
+@pytest.mark.parametrize(("op", "example", "dtype"), TYPED)
+class TestValues:
+    def test_every_implementation_keeps_its_promise(self, op, example, dtype, draw):
+        """Promised shapes and dtypes, within the declared precision of float64."""
+        f, arrays = case(op, example, draw, dtype)
+        want = jax.jit(functools.partial(op.decompose, **f.keywords))(*to64(arrays))
+        promised = jax.tree.leaves(op.out(*arrays, **f.keywords))
+        for pin in pins(op, f, arrays):
+            got = jax.tree.leaves(pin(*arrays))
+            assert [(y.shape, y.dtype) for y in got] == [(y.shape, y.dtype) for y in promised]
+            close(got, want, op.precision.tolerance)
+
+    def test_gradient_is_the_decomposition_s(self, op, example, dtype, draw):
+        f, arrays = case(op, example, draw, dtype)
+        needs_gradient(op, f, arrays)
+        at = floats(op, arrays)
+        plain = functools.partial(op.decompose, **f.keywords)
+        want = jax.jit(jax.grad(weighted(plain), at))(*to64(arrays))
+        for pin in pins(op, f, arrays):
+            got = jax.jit(jax.grad(weighted(pin), at))(*arrays)
+            assert [g.dtype for g in got] == [arrays[i].dtype for i in at]
+            # What a backward reads of the forward's result was rounded too; gradients may cancel.
+            close(got, want, lambda dtype: 8 * op.precision.tolerance(dtype), at_least=1)
+
+
+@pytest.mark.parametrize(("op", "example"), CASES)
+class TestGradients:
+    def test_finite_differences_twice(self, op, example, draw):
+        f, arrays = case(op, example, draw, "float64")
+        needs_gradient(op, f, arrays)
+        at = floats(op, arrays)
+        outputs = jax.tree.leaves(jax.eval_shape(f, *arrays))
+        if any(y.dtype == jnp.float32 for y in outputs):
+            pytest.skip(f"{op.name} rounds its result to float32: differences are too coarse")
+
+        @jax.jit
+        def of(*xs):
+            given = dict(zip(at, xs, strict=True))
+            return loss(f)(*(given.get(i, x) for i, x in enumerate(arrays)))
+
+        xs = [arrays[i] for i in at]
+        jax.test_util.check_grads(of, xs, order=2, modes=["rev"], atol=1e-4, rtol=1e-4)
+
+    def test_second_derivative_is_the_decomposition_s(self, op, example, draw):
+        f, arrays = case(op, example, draw, "float64")
+        needs_gradient(op, f, arrays)
+        at = floats(op, arrays)
+
+        def slope(f):
+            grads = lambda *xs: jax.tree.map(jnp.sin, jax.grad(loss(f), at)(*xs))
+            return jax.jit(jax.grad(lambda *xs: sum(map(jnp.sum, grads(*xs))), at))(*arrays)
+
+        want = slope(functools.partial(op.decompose, **f.keywords))
+        close(slope(f), want, 1e4 * op.precision.tolerance("float64"), at_least=1)
+
+    def test_unused_outputs_are_free(self, op, example, draw):
+        """Differentiating through one output of several needs no cotangent of the others."""
+        f, arrays = case(op, example, draw, "float64")
+        needs_gradient(op, f, arrays)
+        at = floats(op, arrays)
+        outputs = jax.tree.leaves(jax.eval_shape(f, *arrays))
+        if len(outputs) == 1:
+            pytest.skip("one output")
+        for i in range(len(outputs)):
+            only = lambda g, i=i: loss(lambda *xs: jax.tree.leaves(g(*xs))[i])
+            plain = functools.partial(op.decompose, **f.keywords)
+            got, want = (jax.jit(jax.grad(only(g), at))(*arrays) for g in (f, plain))
+            close(got, want, 8 * op.precision.tolerance("float64"), at_least=1)
+
+    def test_frozen_operands_raise_and_integers_do_not(self, op, example, draw):
+        f, arrays = fill(op, example, draw, "float64")
+        if op.signature.variadic:
+            pytest.skip("operands have no names of their own")
+        at = floats(op, arrays)
+        for i, (name, x) in enumerate(zip(op.inputs, arrays, strict=False)):
+            if not hasattr(x, "dtype"):
+                continue
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                if at:
+                    zero = jax.grad(loss(f), i, allow_int=True)(*arrays)
+                    assert zero.dtype == jax.dtypes.float0
+            elif name not in op.wrt:
+                with pytest.raises(fuel_jax.NotDifferentiable, match=f"no gradient for '{name}'"):
+                    jax.grad(loss(f), i)(*arrays)
+                with pytest.raises(fuel_jax.NotDifferentiable, match=name):
+                    jax.jit(jax.grad(loss(f), i))(*arrays)
+
+
+@pytest.mark.parametrize(("op", "example"), CASES)
+class TestAsking:
+    def test_explain_serves_somebody(self, op, example, draw):
+        f, arrays = fill(op, example, draw, "float32")
+        said = op.explain(*arrays, **f.keywords)
+        assert said.forward[-1].kernel.name == "xla"
+        assert any("default" in choice.serves for choice in said.forward)
+        assert str(said).startswith(op.name)
+        with fuel_jax.using("xla"):
+            assert op.explain(*arrays, **f.keywords).forward[-1].serves == ("default",)
+
+    def test_cost_counts_bytes(self, op, example, draw):
+        f, arrays = fill(op, example, draw, "float32")
+        assert op.cost(*arrays, **f.keywords).bytes >= sum(getattr(x, "nbytes", 0) for x in arrays)
+
+    def test_output_views_name_every_output(self, op, example, draw):
+        f, arrays = fill(op, example, draw, "float32")
+        views = op.output_views(*arrays, **f.keywords)
+        promised = jax.tree.leaves(op.out(*arrays, **f.keywords))
+        assert [(v.shape, v.dtype) for v in views] == [(y.shape, y.dtype) for y in promised]
+        assert {v.name for v in views} <= set(op.outputs)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+class TestPage:
+    def test_has_examples(self, op):
+        assert list(op.examples())
+
+    def test_has_the_signature_of_its_body(self, op):
+        assert inspect.signature(op) == inspect.signature(op.adapt or op.body)
+        assert op.__name__ == op.name
+
+    def test_is_copied_and_pickled_by_name(self, op):
+        assert pickle.loads(pickle.dumps(op)) is op
+        assert copy.deepcopy({"op": op})["op"] is op
+
+    def test_docstring_covers_every_argument(self, op):
+        doc = inspect.getdoc(op)
+        assert "Args:" in doc
+        assert "Returns:" in doc
+        for name in inspect.signature(op).parameters:
+            assert f"{name}: " in doc
+
+    def test_declares_a_bound_the_house_allows(self, op):
+        fused = isinstance(op, fuel_jax.FusedOp)
+        assert op.precision.float32 <= (5e-6 if fused else 2e-6)
+
+    def test_unknown_arguments_are_an_error_of_ours(self, op):
+        with pytest.raises(fuel_jax.SignatureError, match=op.name):
+            op(nonsense=1)
+
+
+@pytest.mark.parametrize(
+    "op", [op for op in OPS if isinstance(op, fuel_jax.FusedOp)], ids=lambda op: op.name
+)
+class TestFused:
+    def test_is_a_custom_vjp_function(self, op):
+        assert isinstance(op, jax.custom_vjp)
+
+    def test_backward_asks_only_for_what_exists(self, op):
+        if isinstance(op.backward, str):
+            pytest.skip("derived")
+        known = {*op.inputs, *op.outputs, *(f"d{n}" for n in op.outputs), "upstream"}
+        assert known.issuperset(op.backward.inputs)
+        assert set(op.params).issuperset(op.backward.params)

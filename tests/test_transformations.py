@@ -1,0 +1,149 @@
+"""The contract of an op under JAX's transformations and tools, for each op on each example."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import checkify
+from jax.sharding import AbstractDevice, AbstractMesh
+
+import fuel_jax
+
+from .contract import CASES, as_arrays, close, differentiable, every_output, fill, floats, loss
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+TOLERANCE = 1e-12  # one program, rearranged, in float64
+FIRST = [case for case in CASES if case.id.endswith("-0")]
+
+
+def same(got, want, tolerance=TOLERANCE):
+    close(got, want, tolerance, at_least=1)
+
+
+@pytest.mark.parametrize(("op", "example"), CASES)
+class TestTransformations:
+    def test_jit_is_eager_is_undisturbed_python(self, op, example, draw):
+        f, arrays = fill(op, example, draw, "float64")
+        kept = lambda: [x if x is None or isinstance(x, int) else jnp.array(x) for x in arrays]
+        y = f(*kept())
+        same(jax.jit(f)(*kept()), y)
+        with jax.disable_jit():
+            same(f(*kept()), y)
+
+    def test_vmap_over_all_operands_is_a_loop(self, op, example, draw):
+        self.check_vmap(op, example, draw, lambda n: [tuple(range(n))])
+
+    def check_vmap(self, op, example, draw, choices):
+        """Values and gradients; outputs that do not depend on the batched operand included."""
+        f, arrays = fill(op, example, draw, "float64")
+        f, arrays = every_output(op, f), as_arrays(arrays)
+        at = floats(op, arrays) if differentiable(op, f, arrays) else ()
+        both = lambda *xs: (f(*xs), jax.grad(loss(f), at)(*xs) if at else ())
+        alone = jax.jit(both)
+        other = [None if x is None else x[::-1] if x.ndim else x // 2 for x in arrays]
+        for batched in choices(len(arrays)):
+            batched = [i for i in batched if arrays[i] is not None]
+            if not batched:
+                continue
+            axes = tuple(0 if i in batched else None for i in range(len(arrays)))
+            pairs = [
+                (x, y if i in batched else x)
+                for i, (x, y) in enumerate(zip(arrays, other, strict=True))
+            ]
+            given = [jnp.stack(pair) if i in batched else pair[0] for i, pair in enumerate(pairs)]
+            want = [alone(*xs) for xs in zip(*pairs, strict=True)]
+            got = jax.jit(jax.vmap(both, axes))(*given)
+            same(got, jax.tree.map(lambda *xs: jnp.stack(xs), *want), 1e-9)
+
+    def test_scan_and_checkpoint(self, op, example, draw):
+        f, arrays = fill(op, example, draw, "float64")
+        want = f(*[x if x is None or isinstance(x, int) else jnp.array(x) for x in arrays])
+        step = lambda carry, _: (carry, f(*arrays))
+        same(jax.tree.map(lambda y: y[1], lax.scan(step, 0.0, None, 2)[1]), want)
+        if not differentiable(op, f, arrays):
+            return
+        at = floats(op, arrays)
+        want = jax.jit(jax.grad(loss(f), at))(*arrays)
+        same(jax.jit(jax.grad(loss(jax.checkpoint(f)), at))(*arrays), want, 1e-10)
+
+        def scanned(*xs):
+            return lax.scan(lambda c, _: (c + loss(f)(*xs), None), jnp.zeros(()), None, 2)[0]
+
+        same(jax.jit(jax.grad(scanned, at))(*arrays), jax.tree.map(lambda g: 2 * g, want), 1e-10)
+
+    def test_is_traceable_without_a_device_of_its_own(self, op, example, draw):
+        f, arrays = fill(op, example, draw, "float32")
+        out = jax.eval_shape(f, *arrays)
+        assert jax.tree.leaves(out) == jax.tree.leaves(op.out(*arrays, **f.keywords))
+
+    def test_lowers_for_cuda(self, op, example, draw):
+        """On a machine without a GPU; the gradient too."""
+        f, arrays = fill(op, example, draw, "float32")
+        programs = [jax.jit(f)]
+        if differentiable(op, f, arrays):
+            programs.append(jax.jit(jax.grad(loss(f), floats(op, arrays))))
+        for program in programs:
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+                program.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+    def test_checkify_passes_through(self, op, example, draw):
+        f, arrays = fill(op, example, draw, "float64")
+        programs = [f]
+        if differentiable(op, f, arrays):
+            programs.append(jax.grad(loss(f), floats(op, arrays)))
+        for program in programs:
+            checked = checkify.checkify(program, errors=checkify.all_checks)
+            error, got = jax.jit(checked)(*arrays)
+            assert error.get() is None, error.get()
+            same(got, jax.jit(program)(*arrays), 1e-9)
+
+    def test_without_x64(self, op, example, draw):
+        with jax.enable_x64(False):
+            f, arrays = fill(op, example, draw, "float32")
+            arrays = [x if x is None or isinstance(x, int) else jnp.asarray(x) for x in arrays]
+            out = f(*arrays)
+        assert all(y.dtype.itemsize <= 4 for y in jax.tree.leaves(out))
+
+    def test_runs_twice_to_the_same_bits(self, op, example, draw):
+        f, arrays = fill(op, example, draw, "float32")
+        kept = lambda: [x if x is None or isinstance(x, int) else jnp.array(x) for x in arrays]
+        once, again = f(*kept()), f(*kept())
+        for a, b in zip(jax.tree.leaves(once), jax.tree.leaves(again), strict=True):
+            assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize(("op", "example"), FIRST)
+class TestOnce:
+    """Costly, and true of an op if it is true of one example."""
+
+    def test_vmap_over_each_operand_is_a_loop(self, op, example, draw):
+        check = TestTransformations().check_vmap
+        check(op, example, draw, lambda n: [(i,) for i in range(n)] if n > 1 else [])
+
+    def test_forward_mode_is_the_decomposition_s(self, op, example, draw):
+        f, arrays = fill(op, example, draw, "float64")
+        if not differentiable(op, f, arrays):
+            pytest.skip("nothing to differentiate")
+        at = floats(op, arrays)
+        x = arrays[at[0]]
+        put = lambda g: lambda x: g(*arrays[: at[0]], x, *arrays[at[0] + 1 :])
+        jax.jvp(put(functools.partial(op.decompose, **f.keywords)), (x,), (x,))
+        if not isinstance(op, fuel_jax.FusedOp):
+            jax.jvp(put(f), (x,), (x,))
+            return
+        with pytest.raises(TypeError, match="forward-mode") as caught:
+            jax.jvp(put(f), (x,), (x,))
+        assert f"{op.name}.decompose" in str(caught.value.__notes__)
+
+    def test_a_changing_integer_does_not_recompile(self, op, example, draw):
+        f, arrays = fill(op, example, draw, "float64")
+        traces = []
+        counted = jax.jit(lambda *xs: (traces.append(1), f(*xs))[1])
+        counts = [i for i, o in enumerate(op.signature.operands.values()) if o.may_be_int]
+        if not counts:
+            pytest.skip("takes no count")
+        for n in (2, 3):
+            counted(*(n if i in counts else x for i, x in enumerate(arrays)))
+        assert len(traces) == 1
