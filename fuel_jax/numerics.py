@@ -36,7 +36,7 @@ def exp_below_max(y: Array) -> tuple[Array, Array]:
 
     Rows of −inf only, and rows holding inf or NaN, come out NaN.
     """
-    m = lax.stop_gradient(jnp.max(y, axis=-1, keepdims=True))
+    m = lax.stop_gradient(jnp.max(y, axis=-1, keepdims=True, initial=-jnp.inf))
     return jnp.exp(uncontracted(y) - m), m
 
 

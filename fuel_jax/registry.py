@@ -58,7 +58,7 @@ def using(name: str) -> AbstractContextManager[None]:
 
     Part of the cache key of every ``jax.jit`` around it.  A gradient keeps the pin its forward had.
     """
-    ops = {*OPS.values(), *FUSED.values()}
+    ops = [*builtin(), *_RUNTIME.values()]
     known = {kernel.name for op in ops for kernel in op.kernels}
     if name not in known:
         raise UnsupportedKernel(f"using: no op has a kernel {name!r}; there are {', '.join(sorted(known))}.")

@@ -65,7 +65,8 @@ def test_a_half_precision_gradient_over_many_elements_is_finite(draw):
     x = draw((70_000,), "float16")
     dx = jax.grad(lambda x: log_softmax_last_dim(x).astype("float32").sum())(x)
     want = 1 - x.size * jax.nn.softmax(x.astype("float64"))
-    np.testing.assert_allclose(dx.astype("float64"), want, rtol=2e-3, atol=2e-3)
+    # The result, near −12, was stored in f16 to within 2^-8; its exponential is off by as much.
+    np.testing.assert_allclose(dx.astype("float64"), want, atol=2**-7 * abs(want).max())
 
 
 def test_bad_calls(draw):
