@@ -57,3 +57,8 @@ def vary_alike(arrays: Sequence[Any]) -> list[Any]:
 def zeros(shape: tuple[int, ...], like: Array) -> Array:
     """Zeros to start a loop from: dtype and mesh axes of ``like``."""
     return vary_alike([jnp.zeros(shape, like.dtype), like])[0]
+
+
+def product_precision() -> lax.Precision | None:
+    """IEEE float32 products on every device, unless the user set ``jax_default_matmul_precision``."""
+    return None if jax.config.jax_default_matmul_precision else lax.Precision.HIGHEST
