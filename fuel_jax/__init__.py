@@ -1,5 +1,15 @@
-"""Fuel's op vocabulary in JAX."""
+"""Fuel's op vocabulary in JAX.
 
+Every op is an ordinary function to call, ``jit``, ``vmap`` or differentiate, and an object to ask
+questions of::
+
+    y = fuel_jax.rms_norm_last_dim(x, eps=1e-6)
+    fuel_jax.rms_norm_last_dim.explain(x)     # which kernel would run here, and why not the others
+    fuel_jax.rms_norm_last_dim.decompose(x)   # the same maths in plain jax.numpy
+    fuel_jax.OPS, fuel_jax.FUSED              # every op by OpKind, every fused op by id
+"""
+
+from . import types as types
 from ._choose import Kernel as Kernel, KernelCaps as KernelCaps
 from ._fused import FusedOp as FusedOp
 from ._op import Op as Op, Precision as Precision
@@ -13,9 +23,87 @@ from .errors import (
     UnsupportedKernel as UnsupportedKernel,
     X64Required as X64Required,
 )
-from .fused.rms_norm import *
-from .fused.softmax import *
-from .ops.elementwise import *
-from .ops.in_place import *
+from .fused.rms_norm import (
+    rms_norm_last_dim as rms_norm_last_dim,
+    rms_norm_last_dim_backward as rms_norm_last_dim_backward,
+)
+from .fused.softmax import (
+    log_softmax_last_dim as log_softmax_last_dim,
+    log_softmax_last_dim_backward as log_softmax_last_dim_backward,
+    softmax_last_dim as softmax_last_dim,
+    softmax_last_dim_backward as softmax_last_dim_backward,
+)
 from .op_kind import FusedOps as FusedOps, OpKind as OpKind
-from .registry import *
+from .ops.elementwise import (
+    abs as abs,
+    add as add,
+    affine as affine,
+    ceil as ceil,
+    clamp as clamp,
+    cos as cos,
+    div as div,
+    eq as eq,
+    erf as erf,
+    exp as exp,
+    floor as floor,
+    ge as ge,
+    gelu as gelu,
+    gelu_tanh as gelu_tanh,
+    gt as gt,
+    le as le,
+    log as log,
+    lt as lt,
+    maximum as maximum,
+    minimum as minimum,
+    mul as mul,
+    ne as ne,
+    neg as neg,
+    pow as pow,
+    powi as powi,
+    recip as recip,
+    relu as relu,
+    rem as rem,
+    round as round,
+    rsqrt as rsqrt,
+    sigmoid as sigmoid,
+    sign as sign,
+    silu as silu,
+    sin as sin,
+    sqr as sqr,
+    sqrt as sqrt,
+    step as step,
+    sub as sub,
+    tanh as tanh,
+    where as where,
+)
+from .ops.in_place import (
+    abs_inplace as abs_inplace,
+    ceil_inplace as ceil_inplace,
+    clamp_inplace as clamp_inplace,
+    cos_inplace as cos_inplace,
+    erf_inplace as erf_inplace,
+    exp_inplace as exp_inplace,
+    floor_inplace as floor_inplace,
+    gelu_inplace as gelu_inplace,
+    gelu_tanh_inplace as gelu_tanh_inplace,
+    log_inplace as log_inplace,
+    neg_inplace as neg_inplace,
+    powi_inplace as powi_inplace,
+    recip_inplace as recip_inplace,
+    relu_inplace as relu_inplace,
+    round_inplace as round_inplace,
+    rsqrt_inplace as rsqrt_inplace,
+    sigmoid_inplace as sigmoid_inplace,
+    sign_inplace as sign_inplace,
+    silu_inplace as silu_inplace,
+    sin_inplace as sin_inplace,
+    sqr_inplace as sqr_inplace,
+    sqrt_inplace as sqrt_inplace,
+    tanh_inplace as tanh_inplace,
+)
+from .registry import FUSED as FUSED, OPS as OPS, using as using
+from .runtime import (
+    register_fused as register_fused,
+    runtime_fused as runtime_fused,
+    unregister_fused as unregister_fused,
+)

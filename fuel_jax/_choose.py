@@ -104,7 +104,9 @@ def decide(
         if why_not is None and "default" not in taken:
             serves = tuple(p for p in kernel.platforms or ("default",) if p not in taken)
             taken.update(serves)
-        choices.append(Choice(kernel, serves, why_not or "would serve, but comes later"))
+        if not serves:
+            why_not = why_not or "would serve, but comes later"
+        choices.append(Choice(kernel, serves, why_not))
     return choices
 
 

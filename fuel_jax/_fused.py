@@ -1,8 +1,8 @@
 """What a fused op is: an op whose gradient is declared, so that kernels can serve both directions.
 
 A ``FusedOp`` is a ``jax.custom_vjp`` function.  Its backward is another fused op, which names what
-it needs among the forward's operands (``x``), outputs (``lse``) and their cotangents (``dlse``; that
-of the first output also as ``upstream``), or the derivative of the body, or there is none.
+it needs among the forward's operands (``x``), outputs (``lse``) and their cotangents (``dlse``;
+that of the first output also as ``upstream``), or the derivative of the body, or there is none.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class FusedOp(Op[P, R], jax.custom_vjp[R]):
         self.seed_backward, self.frozen = seed_backward, frozenset(frozen)
         self.spellings, self.matchable = tuple(spellings), matchable
         if bad := self.frozen.difference(self.inputs):
-            raise ArgumentError(f"{self.name}: frozen operands {sorted(bad)} are not among {self.inputs}.")
+            raise ArgumentError(
+                f"{self.name}: frozen operands {sorted(bad)} are not among {self.inputs}."
+            )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
@@ -126,13 +128,21 @@ class FusedOp(Op[P, R], jax.custom_vjp[R]):
             static = {n: params[n] for n in self.backward.params}
             with PIN(call.pin):
                 grads = self.backward(*(pool[n] for n in self.backward.inputs), **static)
-            found = dict(zip(self.wrt, as_tuple(grads), strict=True))
+            found = self._by_operand(as_tuple(grads))
         else:
             xs = {n: saved[n] for n in self.wrt if saved[n] is not None and is_float(saved[n])}
             body: Callable[..., Any] = self.body
             pull = jax.vjp(lambda xs: body(**(saved | xs), **params), xs)[1]
             (found,) = pull(jax.tree.map(materialise, cotangents, is_leaf=is_zero))
         return tuple(found.get(n) for n in self.inputs)
+
+    def _by_operand(self, grads: tuple[Any, ...]) -> dict[str, Any]:
+        if len(grads) != len(self.wrt):
+            raise ArgumentError(
+                f"{self.name}: its backward returned {len(grads)} gradients, wanted one for each of "
+                f"{', '.join(self.wrt)}. Annotate integer operands as such, name others in frozen."
+            )
+        return dict(zip(self.wrt, grads, strict=True))
 
     def _refuse_gradient(self, primals: Sequence[Any]) -> None:
         """A gradient is right or it is an error, raised when somebody asks for it and only then."""
@@ -192,4 +202,7 @@ def is_zero(ct: Any) -> bool:
 
 def materialise(ct: Any) -> Any:
     """A cotangent as an array."""
-    return jnp.zeros(ct.aval.shape, ct.aval.dtype) if isinstance(ct, SymbolicZero) else ct
+    if not isinstance(ct, SymbolicZero):
+        return ct
+    aval: Any = ct.aval
+    return jnp.zeros_like(aval)

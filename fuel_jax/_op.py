@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from ._choose import PIN, Choice, Kernel, KernelCaps, Reason, choose, decide, never
 from ._signature import Signature
@@ -236,15 +237,19 @@ class Op(Generic[P, R]):
         caps: KernelCaps = KernelCaps(),
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorator registering an implementation, tried after those before it, before ``xla``."""
-        if name in [k.name for k in self.kernels]:
-            raise ArgumentError(f"{self.name}: kernel {name!r} is registered already.")
 
         def register(run: Callable[..., Any]) -> Callable[..., Any]:
-            self.kernels.insert(-1, Kernel(name, run, platforms, refuses, declines, caps))
-            self._jitted.clear_cache()
+            self.add(Kernel(name, run, platforms, refuses, declines, caps))
             return run
 
         return register
+
+    def add(self, kernel: Kernel) -> None:
+        """Register an implementation, tried after those before it, before ``xla``."""
+        if kernel.name in [k.name for k in self.kernels]:
+            raise ArgumentError(f"{self.name}: kernel {kernel.name!r} is registered already.")
+        self.kernels.insert(-1, kernel)
+        self._jitted.clear_cache()
 
     def using(self, name: str) -> Callable[P, R]:
         """The op pinned to one implementation, its gradient included: ``op.using("xla")(x)``.
@@ -276,7 +281,9 @@ class Op(Generic[P, R]):
         )
 
     def _explain_backward(self, params: dict[str, Any], avals: list[Any]) -> list[Choice] | str:
-        return "derivative of whatever runs forward" if self.wrt else "no gradient: integer operands"
+        return (
+            "derivative of whatever runs forward" if self.wrt else "no gradient: integer operands"
+        )
 
     # -- being asked -----------------------------------------------------------------------
 
@@ -339,7 +346,7 @@ def gives_up(arrays: Sequence[Any], position: int) -> bool:
     others = [a for i, a in enumerate(arrays) if i != position]
     return (
         isinstance(x, jax.Array)
-        and not any(isinstance(a, jax.core.Tracer) for a in arrays)
+        and not any(isinstance(a, Tracer) for a in arrays)
         and not any(a is x for a in others)
     )
 
@@ -352,7 +359,6 @@ def abstract(arrays: Sequence[Any]) -> list[Any]:
 def as_tuple(outputs: Any) -> tuple[Any, ...]:
     """The outputs of an op, also when there is one."""
     return outputs if isinstance(outputs, tuple) else (outputs,)
-
 
 
 def tie(outputs: tuple[Any, ...], arrays: Sequence[Any]) -> tuple[Any, ...]:

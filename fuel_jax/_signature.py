@@ -21,7 +21,7 @@ import numpy as np
 
 from ._choose import describe
 from .errors import ArgumentError, FuelError, ShapeError, SignatureError
-from .types import NARROWED, DType, Indices, Pair, dtype_named, require_x64
+from .types import NARROWED, DType, Indices, Pair, dtype_named, require_x64, x64_enabled
 
 Axes = dict[str, tuple[Any, str]]  # axis -> (extent, the operand that bound it)
 
@@ -157,8 +157,8 @@ class Signature:
             if not -(2**31) <= value < 2**31:
                 raise ArgumentError(f"{self.op}: {name!r} is {value}, which does not fit in I32.")
             return np.int32(value)
-        if hasattr(value, "__jax_array__"):
-            return value.__jax_array__()
+        if to_array := getattr(value, "__jax_array__", None):
+            return to_array()
         article = "an array or None" if operand.optional else "an array"
         raise ShapeError(
             f"{self.op}: {name!r} is {shorten(value)}; it must be {article}. "
@@ -170,7 +170,7 @@ class Signature:
         dtype = value.dtype.name
         if operand.dtypes and dtype not in operand.dtypes:
             self._refuse_dtype(operand, value)
-        if dtype in NARROWED and not jax.config.jax_enable_x64:
+        if dtype in NARROWED and not x64_enabled():
             limits = np.iinfo(np.int32)
             if any(form.dtype is Indices for form in operand.forms) and (
                 value.size == 0 or (value.min() >= limits.min and value.max() <= limits.max)
@@ -250,7 +250,8 @@ class Signature:
         nearest = operand.dtypes[0]
         raise ShapeError(
             f"{self.op}: {operand.name!r} is {describe(value)}; its dtype must be one of "
-            f"{', '.join(operand.dtypes)}. Cast with fuel_jax.cast({operand.name}, dtype={nearest!r})."
+            f"{', '.join(operand.dtypes)}. "
+            f"Cast with fuel_jax.cast({operand.name}, dtype={nearest!r})."
         )
 
 
@@ -304,7 +305,9 @@ def shorten(value: Any) -> str:
 
 # -- parameters ----------------------------------------------------------------------------
 
-Reader = tuple[Callable[[Any], Any], str]  # (value as stored, or TypeError or ValueError; what is wanted)
+Reader = tuple[
+    Callable[[Any], Any], str
+]  # (value as stored, or TypeError or ValueError; what is wanted)
 
 
 def reader(note: Any) -> Reader:
@@ -388,8 +391,10 @@ def sequence(of: Callable[[Any], Any], count: int | None, value: Any) -> tuple[A
 def pair(value: Any) -> tuple[int, int]:
     """(vertical, horizontal); one int stands for both."""
     if hasattr(value, "__index__"):
-        return (integer(value),) * 2
-    return typing.cast(tuple[int, int], sequence(integer, 2, value))
+        both = integer(value)
+        return both, both
+    vertical, horizontal = map(integer, value)
+    return vertical, horizontal
 
 
 def hashable(value: Any) -> Any:

@@ -60,5 +60,6 @@ def zeros(shape: tuple[int, ...], like: Array) -> Array:
 
 
 def product_precision() -> lax.Precision | None:
-    """IEEE float32 products on every device, unless the user set ``jax_default_matmul_precision``."""
-    return None if jax.config.jax_default_matmul_precision else lax.Precision.HIGHEST
+    """IEEE float32 products on every device, unless ``jax_default_matmul_precision`` is set."""
+    users = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    return None if users else lax.Precision.HIGHEST

@@ -11,7 +11,7 @@ import enum
 from .errors import UnknownName
 
 
-class OpKind(str, enum.Enum):
+class OpKind(enum.StrEnum):
     """Dispatch key of an op.
 
     The value is the variant name, which is what JSON holds; ``str(kind)`` and ``kind.as_str()`` are
@@ -21,7 +21,7 @@ class OpKind(str, enum.Enum):
         str(OpKind.SoftmaxLastDim)      'softmax_last_dim'     fuel_jax.softmax_last_dim
         OpKind("SoftmaxLastDim")        OpKind.SoftmaxLastDim  (json.loads gives the string back)
         OpKind.parse("softmax_last_dim")                       either spelling
-        OpKind.find("NoSuchOp")         None                   for readers of foreign reports
+        OpKind.get("NoSuchOp")          None                   for readers of foreign reports
     """
 
     _as_str: str
@@ -164,12 +164,12 @@ class OpKind(str, enum.Enum):
     @classmethod
     def parse(cls, text: str) -> OpKind:
         """The kind of either spelling; ``UnknownName`` with the nearest names otherwise."""
-        if (kind := cls.find(text)) is None:
+        if (kind := cls.get(text)) is None:
             raise unknown("OpKind", text, [n for kind in cls for n in (kind.value, kind.as_str())])
         return kind
 
     @classmethod
-    def find(cls, text: str) -> OpKind | None:
+    def get(cls, text: str) -> OpKind | None:
         """As :meth:`parse`, but ``None`` for a name this version does not know."""
         return next((kind for kind in cls if text in (kind.value, kind.as_str())), None)
 
@@ -179,7 +179,7 @@ class OpKind(str, enum.Enum):
 
 
 class FusedOps(enum.IntEnum):
-    """Ids of the fused ops.  Append-only and never reused; ids from ``RUNTIME_BASE`` are a process's own."""
+    """Ids of the fused ops, never reused; those from ``RUNTIME_BASE`` are a process's own."""
 
     SOFTMAX_LAST_DIM = 1
     FUSED_LINEAR = 2
@@ -213,13 +213,17 @@ class FusedOps(enum.IntEnum):
     @classmethod
     def _missing_(cls, value: object) -> FusedOps:
         raise UnknownName(
-            f"FusedOps: {value!r} is not the id of a built-in fused op; they run from 1 to {len(cls)}. "
-            "Ops registered at run time are in fuel_jax.FUSED."
+            f"FusedOps: {value!r} is not the id of a built-in fused op; they run from 1 to "
+            f"{len(cls)}. Ops registered at run time are in fuel_jax.FUSED."
         )
 
 
 def unknown(what: str, got: object, known: list[str]) -> UnknownName:
     """The error for a name that is not in a table, with the nearest ones that are."""
     near = difflib.get_close_matches(str(got), known, n=3, cutoff=0.5)
-    hint = f"did you mean {', '.join(near)}?" if near else f"`python -m fuel_jax` lists all {what} names."
+    hint = (
+        f"did you mean {', '.join(near)}?"
+        if near
+        else f"`python -m fuel_jax` lists all {what} names."
+    )
     return UnknownName(f"{what}: no {got!r}; {hint}")

@@ -105,7 +105,7 @@ class DType:
 
 
 def dtype_named(value: Any, op: str = "cast", parameter: str = "dtype") -> str:
-    """``"float32"`` for ``jnp.float32``, ``np.dtype("float32")``, ``"float32"`` or Fuel's ``"F32"``.
+    """JAX's name of a dtype: ``"float32"`` for ``jnp.float32``, ``"float32"`` or Fuel's ``"F32"``.
 
     Raises:
         UnknownName: no such dtype.
@@ -123,9 +123,14 @@ def dtype_named(value: Any, op: str = "cast", parameter: str = "dtype") -> str:
     return name
 
 
+def x64_enabled() -> bool:
+    """Whether JAX stores 64-bit numbers in 64 bits."""
+    return jax.dtypes.canonicalize_dtype("float64") == np.float64
+
+
 def require_x64(op: str, argument: str, dtype: str) -> None:
     """Raise if JAX would silently store ``dtype`` in 32 bits."""
-    if dtype in NARROWED and not jax.config.jax_enable_x64:
+    if dtype in NARROWED and not x64_enabled():
         raise X64Required(
             f"{op}: {argument!r} is {dtype} and jax_enable_x64 is off, so JAX would make it "
             f"{NARROWED[dtype]}. Call jax.config.update('jax_enable_x64', True) first, or pass "

@@ -233,7 +233,7 @@ def integral(x: Any, **given: float) -> str | None:
         return None
     limits = jnp.iinfo(x.dtype)
     for name, value in given.items():
-        if value != int(value) or not limits.min <= value <= limits.max:
+        if not limits.min <= value <= limits.max or value != int(value):
             return (
                 f"parameter {name!r} is {value} and 'x' is {x.dtype.name}; it must be an integer "
                 f"from {limits.min} to {limits.max}. Cast x to a float dtype first."
