@@ -138,7 +138,9 @@ def close(got, want, tolerance, at_least=1e-30):
         assert np.isfinite(g[~special]).all(), "NaN or inf where the reference is finite"
         scale = max(np.abs(w[~special]).max(initial=0), at_least)
         error = np.abs(g - w)[~special].max(initial=0)
-        assert error <= bound * scale, f"off by {error / scale:.3g} of the maximum, {bound:.3g} promised"
+        assert error <= bound * scale, (
+            f"off by {error / scale:.3g} of the maximum, {bound:.3g} promised"
+        )
 
 
 def every_output(op, f):
