@@ -1,0 +1,45 @@
+# Needs Python >= 3.11 and nothing else:
+#
+#     make demo    train a small transformer made of these ops, and talk to it
+#     make test    the whole suite
+#
+# Both make what they need in $(VENV) first.  Another interpreter: make test PYTHON=python3.12 VENV=.venv312
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check
+
+.PHONY: demo test lint docs clean
+
+demo: $(VENV)/demo.installed
+	$(VENV)/bin/python notebooks/demo.py
+
+test: $(VENV)/test.installed
+	$(VENV)/bin/python -m pytest -n auto --durations=10
+
+lint: $(VENV)/lint.installed
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+docs: $(VENV)/demo.installed
+	$(VENV)/bin/python -m fuel_jax table > docs/ops.md
+
+clean:
+	rm -rf $(VENV) out
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "fuel_jax needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)."; \
+	    echo "Name another one: make PYTHON=/path/to/python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# A stamp per set of extras: made after a complete install, remade when the dependencies change.
+$(VENV)/demo.installed: EXTRAS = report
+$(VENV)/test.installed: EXTRAS = test,formats,report
+$(VENV)/lint.installed: EXTRAS = test,formats,report,lint
+
+$(VENV)/%.installed: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing fuel_jax[$(EXTRAS)] into $(VENV) ..."
+	@$(PIP) --editable '.[$(EXTRAS)]'
+	@touch $@
