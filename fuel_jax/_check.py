@@ -22,6 +22,7 @@ import numpy as np
 from ._choose import Kernel, describe
 from ._examples import FLOATS, dtypes_of, filled
 from ._op import Op, abstract
+from .types import x64_enabled
 
 Reference = Callable[..., Any]
 
@@ -49,9 +50,9 @@ HEADER = f"  {'op':<32} {'kernel':<10} {' '.join(f'{d:>9}' for d in FLOATS)}"
 
 
 def cell(error: float | None) -> str:
-    """``0.42``, or ``-`` where the op does not take the dtype."""
-    if error is None:
-        return "-"
+    """``0.42``; ``0`` where nothing is off, ``-`` where the op does not take the dtype."""
+    if not error:
+        return "-" if error is None else "0"
     return f"{error:.2f}" if error < 1e4 else f"{error:.0e}"
 
 
@@ -92,7 +93,7 @@ def measured(
         row = Row(op.name, kernel.name)
         for dtype in (d for d in dtypes_of(op) if d in dtypes):
             say(op.name, kernel.name, dtype)
-            with jax.enable_x64(dtype == "float64" or jax.config.jax_enable_x64):
+            with jax.enable_x64(dtype == "float64" or x64_enabled()):
                 for example, wanted in examples:
                     run(row, op, kernel, platform, example, wanted, dtype)
         if row.errors:
@@ -173,7 +174,7 @@ def excess(got: Any, wanted: Any, tolerance: Callable[[Any], float]) -> float:
         finite = np.isfinite(w)
         if g.shape != w.shape or not np.array_equal(g[~finite], w[~finite], equal_nan=True):
             return math.inf
-        error = np.abs(g - w)[finite].max(initial=0.0)
+        error = np.abs(g[finite] - w[finite]).max(initial=0.0)
         if not error:
             continue
         unit = promised * np.abs(w[finite]).max(initial=0.0)

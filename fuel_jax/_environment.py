@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import pathlib
 import platform
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-PACKAGES = ("fuel-jax", "jax", "jaxlib", "numpy", "ml_dtypes", "jaxtyping")
+PACKAGES = ("jax", "jaxlib", "numpy", "ml_dtypes", "jaxtyping")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "libtpu")
 OPTIONAL = ("rich", "matplotlib", "gguf", "safetensors", "chex", "torch")
 VARIABLES = ("JAX_", "XLA_", "CUDA_VISIBLE", "NVIDIA_VISIBLE", "HIP_VISIBLE", "TPU_", "FUEL_JAX_")
@@ -41,8 +42,9 @@ def environment() -> None:
 
 
 def machine() -> list[str]:
-    """Interpreter, system, processor."""
+    """The library, interpreter, system, processor."""
     return [
+        f"fuel_jax {version('fuel-jax') or '(not installed)'} in {pathlib.Path(__file__).parent}",
         f"Python {platform.python_version()} ({sys.executable})",
         f"{platform.platform()}, {platform.machine()}, {os.cpu_count()} CPUs",
     ]

@@ -147,9 +147,9 @@ HEAD = """\
 
 Made by `make docs` from the registry.  Arrays go by position, parameters by keyword.  In a
 signature, axes of one name have one extent; `?` marks an operand that may be `None` or left out.
-The gradient is
-JAX's own derivative where no op is named.  "Error" is the promise in float32, relative to the largest element of the float64 result:
-`python -m fuel_jax check` measures it on your device, `python -m fuel_jax OP` shows a whole page.
+A gradient is JAX's own derivative where no op is named.  "Error" is the promise in float32,
+relative to the largest element of the float64 result: `python -m fuel_jax check` measures it on
+your device, and `python -m fuel_jax OP` shows an op's whole page.
 """
 
 
@@ -165,21 +165,17 @@ def table() -> str:
             for op in fused
         ),
     ]
-    rest = [op for k in OpKind if (op := OPS[k]) and op not in fused]
-    of = {module: [op for op in rest if op.__module__ == module] for module in map(home, rest)}
-    for module, ops in of.items():
+    rest = [(k, op) for k in OpKind if (op := OPS[k]) and op not in fused]
+    homes = dict.fromkeys(op.__module__ for _, op in rest)
+    for module in homes:
         lines += section(module.rpartition(".")[2].replace("_", " ").capitalize(), about(module))
         lines += markdown(("OpKind", "op", "what it computes", "gradient of", "error"))
         lines += [
-            row(op.kind.value, code(op.usage()), formula(op), gradient(op), promise(op))
-            for op in ops
+            row(kind.value, code(op.usage()), formula(op), gradient(op), promise(op))
+            for kind, op in rest
+            if op.__module__ == module
         ]
     return "\n".join(lines)
-
-
-def home(op: Any) -> str:
-    """The module it lives in."""
-    return op.__module__
 
 
 def about(module: str) -> str:

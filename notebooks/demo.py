@@ -41,19 +41,20 @@ class Writer:
             self.compilations += 1  # Python runs while JAX traces, and only then
             logits, cache = model.decode(config, params, cache, token, position)
             drawn = jax.random.categorical(jax.random.fold_in(key, position), logits / TEMPERATURE)
-            return drawn, logits, cache
+            return drawn.astype(jnp.int32), logits, cache
 
         self.step = jax.jit(step, donate_argnums=1)  # the cache is updated in its own memory
 
     def write(self, prompt: Sequence[int]) -> Iterator[int]:
         """The prompt, then the model's own tokens until the context is full."""
-        cache, drawn = model.empty_cache(self.config), None
+        cache = model.empty_cache(self.config)
+        token = jnp.asarray(prompt[:1], jnp.int32)
         for position in range(self.config.context):
-            given = position < len(prompt) or drawn is None
-            token = jnp.asarray(prompt[position : position + 1], jnp.int32) if given else drawn
+            if position < len(prompt):
+                token = jnp.asarray(prompt[position : position + 1], jnp.int32)
             self.tokens.append(int(token[0]))
             yield self.tokens[-1]
-            drawn, logits, cache = self.step(self.params, cache, token, jnp.int32(position))
+            token, logits, cache = self.step(self.params, cache, token, jnp.int32(position))
             self.logits.append(logits[0])
 
     def error(self) -> float:
@@ -110,8 +111,8 @@ def draw(steps: Sequence[Step], caption: str, path: pathlib.Path) -> None:
     curves.set(ylabel="loss, nats per character", ylim=(0, None))
     curves.set_title("One transformer written twice: the curves lie on each other", loc="left")
     curves.legend(frameon=False)
-    gaps.semilogy(at, np.where(gap > 0, gap, np.nan), color="#555555", linewidth=0.8)
-    gaps.set(xlabel="step", ylabel="|difference|", xlim=(1, len(steps)))
+    gaps.semilogy(at[gap > 0], gap[gap > 0], ".", color="#555555", markersize=2)
+    gaps.set(xlabel="step", ylabel="|difference|", xlim=(0, len(steps)))
     for axes in (curves, gaps):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
@@ -161,30 +162,12 @@ def require_report_packages() -> None:
         )
 
 
-def main() -> None:
+def demonstrate(config: model.Config, text: Text, asked: argparse.Namespace) -> None:
     """Train, report, write."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--steps", type=int, default=STEPS, help=f"of training; {STEPS} if not given"
-    )
-    parser.add_argument("--seed", type=int, default=SEED, help="of weights, batches and writing")
-    parser.add_argument("--prompt", default=PROMPT, help="what the text begins with")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/demo.png"))
-    asked = parser.parse_args()
-    require_report_packages()
-    began = time.perf_counter()
-    # fuel_jax multiplies float32 in float32 on every device; let the plain model do so too.
-    jax.config.update("jax_default_matmul_precision", "highest")
-
-    text = python_documentation()
-    if not 0 < len(asked.prompt) < SEQUENCE or not set(asked.prompt) <= set(text.characters):
-        parser.error(f"a prompt is 1 to {SEQUENCE - 1} characters, each of them in the text")
-    config = model.Config(vocabulary=len(text.characters), context=SEQUENCE)
     weights = model.init(config, jax.random.key(asked.seed))
     count = sum(p.size for p in jax.tree.leaves(weights))
-    print(
-        f"{len(text.train):,} characters of Python's documentation, {count:,} weights, {running_on()}"
-    )
+    print(f"{len(text.train):,} characters of Python's documentation, {count:,} weights")
+    print(running_on())
     q, k = (
         jax.ShapeDtypeStruct((BATCH, heads, SEQUENCE, config.head_width), jnp.float32)
         for heads in (config.heads, config.kv_heads)
@@ -200,9 +183,30 @@ def main() -> None:
         print(text.characters[token], end="", flush=True)
     print(f"""
 
-decoding    {len(writer.tokens)} positions, {writer.compilations} compilation
-            logits as in one pass over the whole text, to {writer.error():.1e}
-in all      {time.perf_counter() - began:.0f} s""")
+decoding    {len(writer.tokens)} positions, compilations: {writer.compilations}
+            logits as in one pass over the whole text, to {writer.error():.1e}""")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the command line, and demonstrate."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"{STEPS} if not given")
+    parser.add_argument("--seed", type=int, default=SEED, help="of weights, batches and writing")
+    parser.add_argument("--prompt", default=PROMPT, help="what the text begins with")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/demo.png"))
+    asked = parser.parse_args(arguments)
+    text = python_documentation()
+    if not 0 < len(asked.prompt) < SEQUENCE or not set(asked.prompt) <= set(text.characters):
+        parser.error(f"a prompt is 1 to {SEQUENCE - 1} characters, each of them in the text")
+    if asked.steps < 1:
+        parser.error("there must be at least one step")
+    require_report_packages()
+
+    began = time.perf_counter()
+    # fuel_jax multiplies float32 in float32 on every device; let the plain model do so too.
+    with jax.default_matmul_precision("highest"):
+        demonstrate(model.Config(len(text.characters), context=SEQUENCE), text, asked)
+    print(f"in all      {time.perf_counter() - began:.0f} s")
 
 
 if __name__ == "__main__":

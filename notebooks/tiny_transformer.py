@@ -132,10 +132,10 @@ def head(params: Params, x: Array) -> Array:
 
 def logits(config: Config, params: Params, tokens: Array) -> Array:
     """Logits of the next token at every position of ``tokens [B, S]``."""
-    tables = tuple(table[: tokens.shape[1]] for table in rotary_tables(config))
+    cos, sin = (table[: tokens.shape[1]] for table in rotary_tables(config))
     x = embed(params, tokens)
     for p in params["layers"]:
-        x = layer(config, p, x, tables, lambda q, k, v: flash_attn(q, k, v, causal=True))
+        x = layer(config, p, x, (cos, sin), lambda q, k, v: flash_attn(q, k, v, causal=True))
     return head(params, x)
 
 
@@ -153,7 +153,8 @@ def loss(config: Config, params: Params, tokens: Array) -> Array:
 def empty_cache(config: Config, batch: int = 1) -> Cache:
     """Room for ``config.context`` keys and values per layer."""
     shape = (batch, config.kv_heads, config.context, config.head_width)
-    return [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(config.layers)]
+    zeros = lambda: jnp.zeros(shape, jnp.float32)
+    return [(zeros(), zeros()) for _ in range(config.layers)]
 
 
 def decode(
@@ -164,7 +165,7 @@ def decode(
     ``position`` is a traced scalar: the offset of the write, the row of the rotary tables and the
     number of keys seen.  One compilation serves all of them.
     """
-    tables = tuple(index_select(t, position[None], dim=0) for t in rotary_tables(config))
+    cos, sin = (index_select(t, position[None], dim=0) for t in rotary_tables(config))
     x = embed(params, tokens[:, None])
     extended = []
 
@@ -176,5 +177,5 @@ def decode(
             extended.append((keys, values))
             return flash_attn(q, keys, values, k_len=position + 1, causal=True)
 
-        x = layer(config, p, x, tables, attend)
+        x = layer(config, p, x, (cos, sin), attend)
     return head(params, x)[:, 0], extended
