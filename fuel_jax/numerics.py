@@ -20,6 +20,7 @@ def is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
+@jax.custom_jvp
 def uncontracted(y: Array) -> Array:
     """``y``, but a product in it is rounded before anything is subtracted from it.
 
@@ -29,6 +30,11 @@ def uncontracted(y: Array) -> Array:
     finite value.  (+inf becomes the largest finite number: its row is NaN with either.)
     """
     return jnp.minimum(y, jnp.finfo(y.dtype).max)
+
+
+@uncontracted.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return uncontracted(*primals), tangents[0]  # that of a minimum would look for ties
 
 
 def exp_below_max(y: Array) -> tuple[Array, Array]:

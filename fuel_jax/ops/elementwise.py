@@ -110,37 +110,43 @@ def select_sign(x, y, t):
     return jnp.sign(x) * t
 
 
-def sigmoid_slope(x: Array, scale: Array | float = 1.0) -> tuple[Array, Array]:
-    """σ(x) and x-safe weight σ(x)(1 − σ(x))·scale, 0 where σ is saturated."""
-    s = lax.logistic(x)
-    w = s * (1 - s)
-    return s, jnp.where(w == 0, 0, w * scale)
+def saturating(x: Array, slope: Array) -> Array:
+    """x · slope for a slope that falls to 0 where x grows: 0 there, not ∞·0."""
+    return jnp.where(slope == 0, 0, x * slope)
 
 
 def silu_jvp(x, y, t):
     """σ + x·σ(1 − σ); 1 and 0 at ±inf."""
-    s, w = sigmoid_slope(x)
-    return t * (s + jnp.where(w == 0, 0, x * w))
+    s = lax.logistic(x)
+    return t * (s + saturating(x, s * (1 - s)))
+
+
+def gelu_core(x):
+    """½x·erfc(−x/√2): 1 + erf would cancel below −4."""
+    return 0.5 * x * lax.erfc(-x * math.sqrt(0.5))
 
 
 def gelu_jvp(x, y, t):
-    """Φ(x) + x·φ(x); 1 and 0 at ±inf."""
-    density = jnp.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
-    return t * (0.5 * lax.erfc(-x * math.sqrt(0.5)) + jnp.where(density == 0, 0, x * density))
+    """Φ(x) + x·φ(x); 1 and 0 at ±inf.  XLA shares the exponential with erfc's own."""
+    u = -x * math.sqrt(0.5)
+    density = jnp.exp(-(u * u)) * (1 / math.sqrt(2 * math.pi))
+    return t * (0.5 * lax.erfc(u) + saturating(x, density))
 
 
-TANH_SCALE, CUBE = 2 * math.sqrt(2 / math.pi), 0.044715  # ½(1 + tanh u) = σ(2u)
+TANH_SCALE, CUBE = math.sqrt(2 / math.pi), 0.044715  # Hendrycks & Gimpel 2016, arXiv:1606.08415
 
 
 def gelu_tanh_core(x):
-    """x·σ(2u): the tanh form, without its cancellation for x < 0."""
-    return x * lax.logistic(TANH_SCALE * (x + CUBE * x * x * x))
+    """½x(1 + tanh u),  u = √(2/π)(x + 0.044715x³)."""
+    return 0.5 * x * (1 + jnp.tanh(TANH_SCALE * (x + CUBE * (x * x * x))))
 
 
 def gelu_tanh_jvp(x, y, t):
-    """σ(2u) + x·σ(2u)(1 − σ(2u))·2u′."""
-    s, w = sigmoid_slope(TANH_SCALE * (x + CUBE * x * x * x))
-    return t * (s + jnp.where(w == 0, 0, x * w * TANH_SCALE * (1 + 3 * CUBE * x * x)))
+    """½(1 + tanh u) + ½x(1 − tanh² u)·u′; 1 and 0 at ±inf."""
+    h = jnp.tanh(TANH_SCALE * (x + CUBE * (x * x * x)))
+    bend = 1 - h * h
+    slope = jnp.where(bend == 0, 0, 0.5 * bend * TANH_SCALE * (1 + 3 * CUBE * (x * x)))
+    return t * (0.5 * (1 + h) + saturating(x, slope))
 
 
 def remainder(a, b):
@@ -175,7 +181,7 @@ ceil      = unary(K.CeilElementwise,      jnp.ceil,                             
 round     = unary(K.RoundElementwise,     lambda x: lax.round(x, NEAREST_EVEN),        "Nearest integer, ties to even.  Drops the gradient.")
 sign      = unary(K.SignElementwise,      jnp.sign,                                    "−1, 0 or 1; NaN at NaN.  Drops the gradient.", dtypes=Numbers)
 erf       = unary(K.ErfElementwise,       lax.erf,                                     "2/√π ∫₀ˣ e⁻ᵗ² dt.")
-gelu      = unary(K.GeluElementwise,      lambda x: 0.5 * x * lax.erfc(-x * math.sqrt(0.5)), "½x(1 + erf(x/√2)), its tail kept.  NaN at −inf.", gelu_jvp)
+gelu      = unary(K.GeluElementwise,      gelu_core,                                   "½x(1 + erf(x/√2)), its tail kept.  NaN at −inf.", gelu_jvp)
 rsqrt     = unary(K.RsqrtElementwise,     lax.rsqrt,                                   "1 / √x.  inf at 0, NaN below.",        domain=positive)
 
 #                  kind                   f(a, b)       formula
