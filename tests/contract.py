@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import fuel_jax
+from fuel_jax import _examples
+from fuel_jax._examples import filled
 from fuel_jax.registry import builtin
 
 for module in filter(None, os.environ.get("FUEL_JAX_ALSO", "").split(",")):
@@ -37,37 +39,20 @@ def thorough(case):
 
 TWINS = [op for op in OPS if op.destructive_input is not None and is_twin(op)]
 THOROUGH = [case for case in CASES if thorough(case)]
-SCALE = 0.5  # recurrences grow exponentially in their inputs; a power of two, exact in any dtype
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def dtypes_of(op):
-    """The float dtypes an op's shared operands may have; F32 where they have none."""
-    shared = [o for o in op.signature.operands.values() if o.shared]
-    if op in TWINS:
-        return ["float32"]
-    return [d for d in DTYPES if not shared or d in shared[0].dtypes]
+    """The float dtypes under test."""
+    return ("float32",) if op in TWINS else _examples.dtypes_of(op)
 
 
-def fill(op, example, draw, dtype):
+def fill(op, example, dtype):
     """The op with its parameters given, and data: drawn for abstract operands, cast for floats."""
-    arrays = []
-    for name in (n for n in op.inputs if n in example):
-        operand = op.signature.operands[name]
-        for x in example[name] if op.signature.variadic else [example[name]]:
-            arrays.append(data(operand, x, draw, dtype))
-    params = {n: v for n, v in example.items() if n not in op.inputs}
-    return functools.partial(op, **params), arrays
-
-
-def data(operand, x, draw, dtype):
-    """One operand in the dtype under test, or in the dtype that is its own."""
-    if isinstance(x, jax.ShapeDtypeStruct):
-        x = draw(x.shape, "float64") * SCALE
-    if x is None or not hasattr(x, "dtype") or not np.issubdtype(x.dtype, np.floating):
-        return x
-    own = "float64" if dtype == "float64" and "float64" in operand.dtypes else "float32"
-    return jnp.asarray(x).astype(dtype if operand.shared else own)
+    arrays, params = filled(op, example, dtype)
+    return functools.partial(op, **params), [
+        jnp.asarray(x) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) else x
+        for x in arrays
+    ]
 
 
 def floats(op, arrays):
@@ -87,7 +72,7 @@ def differentiable(op, f, arrays):
 
 
 def loss(f):
-    """A scalar that depends on every float output, in float64, ignoring −inf (an empty row's lse)."""
+    """A scalar of every float output, in float64, ignoring −inf (the lse of an empty row)."""
 
     def of(*arrays):
         ys = [y for y in jax.tree.leaves(f(*arrays)) if jnp.issubdtype(y.dtype, jnp.floating)]

@@ -39,9 +39,9 @@ TYPED = [
 ]
 
 
-def case(op, example, draw, dtype):
+def case(op, example, dtype):
     """The op with every output, and its data."""
-    f, arrays = fill(op, example, draw, dtype)
+    f, arrays = fill(op, example, dtype)
     return every_output(op, f), arrays
 
 
@@ -52,9 +52,9 @@ def needs_gradient(op, f, arrays):
 
 @pytest.mark.parametrize(("op", "example", "dtype"), TYPED)
 class TestValues:
-    def test_every_implementation_keeps_its_promise(self, op, example, dtype, draw):
+    def test_every_implementation_keeps_its_promise(self, op, example, dtype):
         """Promised shapes and dtypes, within the declared precision of float64."""
-        f, arrays = case(op, example, draw, dtype)
+        f, arrays = case(op, example, dtype)
         want = jax.jit(functools.partial(op.decompose, **f.keywords))(*to64(arrays))
         promised = jax.tree.leaves(op.out(*arrays, **f.keywords))
         for pin in pins(op, f, arrays):
@@ -62,8 +62,8 @@ class TestValues:
             assert [(y.shape, y.dtype) for y in got] == [(y.shape, y.dtype) for y in promised]
             close(got, want, op.precision.tolerance)
 
-    def test_gradient_is_the_decomposition_s(self, op, example, dtype, draw):
-        f, arrays = case(op, example, draw, dtype)
+    def test_gradient_is_the_decomposition_s(self, op, example, dtype):
+        f, arrays = case(op, example, dtype)
         needs_gradient(op, f, arrays)
         if op in TWINS:
             pytest.skip("the gradient of its functional twin, which is tested")
@@ -79,8 +79,8 @@ class TestValues:
 
 @pytest.mark.parametrize(("op", "example"), THOROUGH)
 class TestGradients:
-    def test_finite_differences_twice(self, op, example, draw):
-        f, arrays = case(op, example, draw, "float64")
+    def test_finite_differences_twice(self, op, example):
+        f, arrays = case(op, example, "float64")
         needs_gradient(op, f, arrays)
         at = floats(op, arrays)
         outputs = jax.tree.leaves(jax.eval_shape(f, *arrays))
@@ -95,8 +95,8 @@ class TestGradients:
         xs = [arrays[i] for i in at]
         jax.test_util.check_grads(of, xs, order=2, modes=["rev"], atol=1e-4, rtol=1e-4)
 
-    def test_second_derivative_is_the_decomposition_s(self, op, example, draw):
-        f, arrays = case(op, example, draw, "float64")
+    def test_second_derivative_is_the_decomposition_s(self, op, example):
+        f, arrays = case(op, example, "float64")
         needs_gradient(op, f, arrays)
         at = floats(op, arrays)
 
@@ -107,9 +107,9 @@ class TestGradients:
         want = slope(functools.partial(op.decompose, **f.keywords))
         close(slope(f), want, 1e4 * op.precision.tolerance("float64"), at_least=1)
 
-    def test_unused_outputs_are_free(self, op, example, draw):
+    def test_unused_outputs_are_free(self, op, example):
         """Differentiating through one output of several needs no cotangent of the others."""
-        f, arrays = case(op, example, draw, "float64")
+        f, arrays = case(op, example, "float64")
         needs_gradient(op, f, arrays)
         at = floats(op, arrays)
         outputs = jax.tree.leaves(jax.eval_shape(f, *arrays))
@@ -121,8 +121,8 @@ class TestGradients:
             got, want = (jax.jit(jax.grad(only(g), at))(*arrays) for g in (f, plain))
             close(got, want, 8 * op.precision.tolerance("float64"), at_least=1)
 
-    def test_frozen_operands_raise_and_integers_do_not(self, op, example, draw):
-        f, arrays = fill(op, example, draw, "float64")
+    def test_frozen_operands_raise_and_integers_do_not(self, op, example):
+        f, arrays = fill(op, example, "float64")
         if op.signature.variadic:
             pytest.skip("operands have no names of their own")
         at = floats(op, arrays)
@@ -142,8 +142,8 @@ class TestGradients:
 
 @pytest.mark.parametrize(("op", "example"), THOROUGH)
 class TestAsking:
-    def test_explain_serves_somebody(self, op, example, draw):
-        f, arrays = fill(op, example, draw, "float32")
+    def test_explain_serves_somebody(self, op, example):
+        f, arrays = fill(op, example, "float32")
         said = op.explain(*arrays, **f.keywords)
         assert said.forward[-1].kernel.name == "xla"
         assert any("default" in choice.serves for choice in said.forward)
@@ -151,12 +151,12 @@ class TestAsking:
         with fuel_jax.using("xla"):
             assert op.explain(*arrays, **f.keywords).forward[-1].serves == ("default",)
 
-    def test_cost_counts_bytes(self, op, example, draw):
-        f, arrays = fill(op, example, draw, "float32")
+    def test_cost_counts_bytes(self, op, example):
+        f, arrays = fill(op, example, "float32")
         assert op.cost(*arrays, **f.keywords).bytes >= sum(getattr(x, "nbytes", 0) for x in arrays)
 
-    def test_output_views_name_every_output(self, op, example, draw):
-        f, arrays = fill(op, example, draw, "float32")
+    def test_output_views_name_every_output(self, op, example):
+        f, arrays = fill(op, example, "float32")
         views = op.output_views(*arrays, **f.keywords)
         promised = jax.tree.leaves(op.out(*arrays, **f.keywords))
         assert [(v.shape, v.dtype) for v in views] == [(y.shape, y.dtype) for y in promised]

@@ -68,7 +68,9 @@ print(took)
 
 def test_importing_is_silent_opens_no_device_and_is_quick():
     runs = [
-        subprocess.run([sys.executable, "-W", "error", "-c", IMPORT], capture_output=True, text=True)
+        subprocess.run(
+            [sys.executable, *"-W error -c".split(), IMPORT], capture_output=True, text=True
+        )
         for _ in range(3)
     ]
     for run in runs:

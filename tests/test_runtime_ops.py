@@ -74,7 +74,7 @@ def test_annotations_are_checked_as_the_built_in_ones_are():
 
     op = register_fused("scaled", scaled)
     try:
-        with pytest.raises(fuel_jax.ShapeError, match="scaled: 'gain' .* its axis d is 3, but"):
+        with pytest.raises(fuel_jax.ShapeError, match=r"scaled: 'gain' .* its axis d is 3, but"):
             op(jnp.ones((2, 4)), jnp.ones(3))
         with pytest.raises(fuel_jax.ArgumentError, match=r"scaled: parameter 'power' is 0.5"):
             op(jnp.ones((2, 4)), jnp.ones(4), power=0.5)
@@ -86,7 +86,9 @@ def test_takes_kernels_and_pins(op, draw):
     gate, up = draw((3, 4)), draw((3, 4))
     op(gate, up)  # traced before the kernel exists
 
-    @op.kernel("negated", refuses=lambda gate, *rest, **_: "one row" if gate.shape[0] == 1 else None)
+    one_row = lambda gate, *rest, **params: "one row" if gate.shape[0] == 1 else None
+
+    @op.kernel("negated", refuses=one_row)
     def _(gate, up, bias, *, beta):
         return -swiglu(gate, up, bias, beta=beta)
 
@@ -173,7 +175,7 @@ def test_equal_bodies_are_one_op_whatever_the_name():
 
 def test_a_changed_function_behind_an_equal_body_is_another_body(monkeypatch):
     def outer(x):
-        return helper(x)
+        return helper(x)  # noqa: F821  (set below)
 
     monkeypatch.setitem(globals(), "helper", lambda x: x + 1)
     first = register_fused("outer", outer)
@@ -215,7 +217,7 @@ def test_parameters_that_compare_equal_are_told_apart():
     op = register_fused("shifted", lambda x, *, by: x + jnp.full(x.shape, by))
     try:
         assert op(jnp.zeros((), "int64"), by=1).dtype == jnp.int64
-        with pytest.raises((TypeError, ValueError)):  # strict promotion: the program of 1.0 is another
+        with pytest.raises((TypeError, ValueError)):  # promotion is strict, and 1.0 no integer
             op(jnp.zeros((), "int64"), by=1.0)
         zero = jnp.negative(jnp.zeros(()))
         assert not jnp.signbit(op(zero, by=0.0))

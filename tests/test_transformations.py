@@ -29,20 +29,20 @@ def half(x):
 
 @pytest.mark.parametrize(("op", "example"), THOROUGH)
 class TestTransformations:
-    def test_jit_is_eager_is_undisturbed_python(self, op, example, draw):
-        f, arrays = fill(op, example, draw, "float64")
+    def test_jit_is_eager_is_undisturbed_python(self, op, example):
+        f, arrays = fill(op, example, "float64")
         kept = lambda: [x if x is None or isinstance(x, int) else jnp.array(x) for x in arrays]
         y = f(*kept())
         same(jax.jit(f)(*kept()), y)
         with jax.disable_jit():
             same(f(*kept()), y)
 
-    def test_vmap_over_all_operands_is_a_loop(self, op, example, draw):
-        self.check_vmap(op, example, draw, lambda n: [tuple(range(n))])
+    def test_vmap_over_all_operands_is_a_loop(self, op, example):
+        self.check_vmap(op, example, lambda n: [tuple(range(n))])
 
-    def check_vmap(self, op, example, draw, choices):
+    def check_vmap(self, op, example, choices):
         """Values and gradients; outputs that do not depend on the batched operand included."""
-        f, arrays = fill(op, example, draw, "float64")
+        f, arrays = fill(op, example, "float64")
         f, arrays = every_output(op, f), as_arrays(arrays)
         at = floats(op, arrays) if differentiable(op, f, arrays) else ()
         both = lambda *xs: (f(*xs), jax.grad(loss(f), at)(*xs) if at else ())
@@ -62,8 +62,8 @@ class TestTransformations:
             got = jax.jit(jax.vmap(both, axes))(*given)
             same(got, jax.tree.map(lambda *xs: jnp.stack(xs), *want), 1e-9)
 
-    def test_scan_and_checkpoint(self, op, example, draw):
-        f, arrays = fill(op, example, draw, "float64")
+    def test_scan_and_checkpoint(self, op, example):
+        f, arrays = fill(op, example, "float64")
         want = f(*[x if x is None or isinstance(x, int) else jnp.array(x) for x in arrays])
         step = lambda carry, _: (carry, f(*arrays))
         same(jax.tree.map(lambda y: y[1], lax.scan(step, 0.0, None, 2)[1]), want)
@@ -78,14 +78,14 @@ class TestTransformations:
 
         same(jax.jit(jax.grad(scanned, at))(*arrays), jax.tree.map(lambda g: 2 * g, want), 1e-10)
 
-    def test_is_traceable_without_a_device_of_its_own(self, op, example, draw):
-        f, arrays = fill(op, example, draw, "float32")
+    def test_is_traceable_without_a_device_of_its_own(self, op, example):
+        f, arrays = fill(op, example, "float32")
         out = jax.eval_shape(f, *arrays)
         assert jax.tree.leaves(out) == jax.tree.leaves(op.out(*arrays, **f.keywords))
 
-    def test_lowers_for_cuda(self, op, example, draw):
+    def test_lowers_for_cuda(self, op, example):
         """On a machine without a GPU; the gradient too."""
-        f, arrays = fill(op, example, draw, "float32")
+        f, arrays = fill(op, example, "float32")
         programs = [jax.jit(f)]
         if differentiable(op, f, arrays):
             programs.append(jax.jit(jax.grad(loss(f), floats(op, arrays))))
@@ -93,8 +93,8 @@ class TestTransformations:
             with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
                 program.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
-    def test_checkify_passes_through(self, op, example, draw):
-        f, arrays = fill(op, example, draw, "float64")
+    def test_checkify_passes_through(self, op, example):
+        f, arrays = fill(op, example, "float64")
         programs = [f]
         if differentiable(op, f, arrays):
             programs.append(jax.grad(loss(f), floats(op, arrays)))
@@ -104,14 +104,14 @@ class TestTransformations:
             assert error.get() is None, error.get()
             same(got, jax.jit(program)(*arrays), 1e-9)
 
-    def test_without_x64(self, op, example, draw):
-        f, arrays = fill(op, example, draw, "float32")
+    def test_without_x64(self, op, example):
+        f, arrays = fill(op, example, "float32")
         with jax.enable_x64(False):
             out = f(*arrays)
         assert all(y.dtype.itemsize <= 4 for y in jax.tree.leaves(out))
 
-    def test_runs_twice_to_the_same_bits(self, op, example, draw):
-        f, arrays = fill(op, example, draw, "float32")
+    def test_runs_twice_to_the_same_bits(self, op, example):
+        f, arrays = fill(op, example, "float32")
         kept = lambda: [x if x is None or isinstance(x, int) else jnp.array(x) for x in arrays]
         once, again = f(*kept()), f(*kept())
         for a, b in zip(jax.tree.leaves(once), jax.tree.leaves(again), strict=True):
@@ -122,12 +122,12 @@ class TestTransformations:
 class TestOnce:
     """Costly, and true of an op if it is true of one example."""
 
-    def test_vmap_over_each_operand_is_a_loop(self, op, example, draw):
+    def test_vmap_over_each_operand_is_a_loop(self, op, example):
         check = TestTransformations().check_vmap
-        check(op, example, draw, lambda n: [(i,) for i in range(n)] if n > 1 else [])
+        check(op, example, lambda n: [(i,) for i in range(n)] if n > 1 else [])
 
-    def test_forward_mode_is_the_decomposition_s(self, op, example, draw):
-        f, arrays = fill(op, example, draw, "float64")
+    def test_forward_mode_is_the_decomposition_s(self, op, example):
+        f, arrays = fill(op, example, "float64")
         if not differentiable(op, f, arrays):
             pytest.skip("nothing to differentiate")
         at = floats(op, arrays)
@@ -141,8 +141,8 @@ class TestOnce:
             jax.jvp(put(f), (x,), (x,))
         assert f"{op.name}.decompose" in str(caught.value.__notes__)
 
-    def test_a_changing_integer_does_not_recompile(self, op, example, draw):
-        f, arrays = fill(op, example, draw, "float64")
+    def test_a_changing_integer_does_not_recompile(self, op, example):
+        f, arrays = fill(op, example, "float64")
         traces = []
         counted = jax.jit(lambda *xs: (traces.append(1), f(*xs))[1])
         counts = [i for i, o in enumerate(op.signature.operands.values()) if o.may_be_int]
