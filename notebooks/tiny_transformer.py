@@ -48,17 +48,20 @@ class Config(NamedTuple):
 
 
 def init(config: Config, key: Array) -> Params:
-    """Random weights; what a layer adds to the residual stream starts small."""
+    """Random weights; what layers add to the residual stream starts small, logits near zero."""
     keys = iter(jax.random.split(key, 2 + 7 * config.layers))
 
+    def normal(*shape: int) -> Array:
+        return jax.random.normal(next(keys), shape, jnp.float32)
+
     def linear(n_in: int, n_out: int, scale: float = 1.0) -> Params:
-        w = jax.random.normal(next(keys), (n_in, n_out), jnp.float32) * (scale * n_in**-0.5)
+        w = normal(n_in, n_out) * (scale * n_in**-0.5)
         return {"w": w, "b": jnp.zeros(n_out, jnp.float32)}
 
     width, kv_width = config.width, config.kv_heads * config.head_width
     small = (2 * config.layers) ** -0.5
     return {
-        "embedding": linear(config.vocabulary, width, scale=config.vocabulary**0.5)["w"],
+        "embedding": normal(config.vocabulary, width),
         "layers": [
             {
                 "q": linear(width, width),
@@ -71,7 +74,7 @@ def init(config: Config, key: Array) -> Params:
             }
             for _ in range(config.layers)
         ],
-        "head": linear(width, config.vocabulary),
+        "head": linear(width, config.vocabulary, 0.1),
     }
 
 
