@@ -258,10 +258,11 @@ class Signature:
 def fit(dims: str, shape: tuple[int, ...], axes: Axes, operand: str) -> str | None:
     """Bind the axes named in ``dims`` to ``shape``; what is wrong, or None.
 
-    ``dims`` holds names, numbers, and at most one ``*name`` for any number of axes.
+    ``dims`` holds names, numbers, and at most one ``*name``, for any number of axes, or ``...``,
+    for axes that no other operand shares.
     """
     tokens = dims.split()
-    stars = [i for i, token in enumerate(tokens) if token.startswith("*")]
+    stars = [i for i, token in enumerate(tokens) if token.startswith("*") or token == "..."]
     fixed = len(tokens) - len(stars)
     if len(shape) < fixed or (not stars and len(shape) > fixed):
         at_least = "at least " if stars else ""
@@ -274,6 +275,8 @@ def fit(dims: str, shape: tuple[int, ...], axes: Axes, operand: str) -> str | No
     found: Axes = {}
     for token, extent in zip(tokens, parts, strict=True):
         axis = token.lstrip("*")
+        if axis == "...":
+            continue
         if axis.isdigit():
             if extent != int(axis):
                 return f"its axis of {extent} must be {axis}: [{dims.strip()}]"
@@ -324,7 +327,8 @@ def reader(note: Any) -> Reader:
         return read, " or ".join(wanted for _, wanted in readers) + optional
     if origin is tuple:
         variadic = inner[-1] is Ellipsis
-        of, wanted = reader(inner[0])
+        # One int for both is for a lone pair: in a sequence, (1, 2) could mean either.
+        of, wanted = BOTH if inner[0] == Pair else reader(inner[0])
         count = None if variadic else len(inner)
         number = "" if count is None else f"{count} of "
         return functools.partial(sequence, of, count), f"a sequence, {number}{wanted}"
@@ -405,6 +409,7 @@ def hashable(value: Any) -> Any:
     return value
 
 
+BOTH: Reader = functools.partial(sequence, integer, 2), "pairs of ints"
 SCALARS: dict[Any, Reader] = {
     int: (integer, "an int"),
     float: (real, "a number"),

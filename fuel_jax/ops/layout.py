@@ -1,0 +1,499 @@
+"""Ops that move elements, or change their dtype, and compute nothing."""
+
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+
+from .._choose import describe
+from .._op import Op, P, Precision, R
+from .._signature import shorten
+from ..numerics import is_float, wide
+from ..op_kind import OpKind as K
+from ..registry import enter, op
+from ..types import Anything, Array, DType, Floats, Mask, Padding
+
+EXACT = Precision(float32=0.0)
+Mode = Literal["constant", "reflect", "replicate"]
+Number = int | float
+
+
+def example(*shape: int) -> jax.ShapeDtypeStruct:
+    """Data of a shape."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def no_such_axis(x: Any, dim: int, name: str = "x") -> str | None:
+    """An axis that ``x`` does not have."""
+    if -x.ndim <= dim < x.ndim:
+        return None
+    range_ = f"it must be from {-x.ndim} to {x.ndim - 1}" if x.ndim else "a scalar has no axis"
+    return f"parameter 'dim' is {dim} and {name!r} is {describe(x)}; {range_}. Choose another axis."
+
+
+def misfit(x: Any, value: Number) -> str | None:
+    """A fill value that the dtype of ``x`` cannot hold."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        if holds(x.dtype, value):
+            return None
+        end = float(jnp.finfo(x.dtype).max)
+        wanted = f"its numbers end at {end:g}. Choose a smaller one, or float('-inf')"
+    else:
+        is_bool = x.dtype == jnp.bool_
+        low, high = (0, 1) if is_bool else (jnp.iinfo(x.dtype).min, jnp.iinfo(x.dtype).max)
+        if math.isfinite(value) and value == int(value) and low <= value <= high:
+            return None
+        wanted = f"it must be an integer from {low} to {high}. Choose such a one"
+    return (
+        f"parameter 'value' is {shorten(value)} and 'x' is {x.dtype.name}; {wanted}, "
+        f"or cast x first."
+    )
+
+
+def holds(dtype: Any, value: Number) -> bool:
+    """Whether a float dtype has a number near ``value``: it doesn't overflow."""
+    try:
+        number = float(value)
+    except OverflowError:
+        return False
+    with np.errstate(over="ignore"):
+        stored = complex(np.float64(number).astype(dtype)).real
+    return (math.isnan(stored), math.isinf(stored)) == (math.isnan(number), math.isinf(number))
+
+
+# -- dtype ---------------------------------------------------------------------------------
+
+
+def cast_rejects(x, *, dtype):
+    """Complex numbers, and dtypes that no array here has."""
+    if dtype not in Anything.dtypes or "complex" in dtype:
+        return f"parameter 'dtype' is {dtype}; it must be a float, an integer or bool."
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return f"'x' is {x.dtype.name}; it must be real. Take its real or imaginary part first."
+    return None
+
+
+def cast_examples():
+    """To a float, to a narrow one, to integers."""
+    yield {"x": example(3, 5), "dtype": "F32"}
+    yield {"x": example(7), "dtype": "BF16"}
+    yield {"x": np.array([-300.5, -0.75, 3.99, 500]), "dtype": "I8"}
+
+
+def truncated(x: Array, to: np.dtype) -> Array:
+    """Floats to integers, toward zero and no further than the integers go; NaN to 0."""
+    v, limits = wide(x), jnp.iinfo(to)
+    # Powers of two, exact in any float dtype, where the largest integer is not.
+    inside = (v >= float(limits.min)) & (v < float(int(limits.max) + 1))
+    least, most = (jnp.asarray(limit, to) for limit in (limits.min, limits.max))
+    beyond = jnp.where(v > 0, most, jnp.where(v < 0, least, jnp.zeros((), to)))
+    return jnp.where(inside, jnp.where(inside, v, 0).astype(to), beyond)
+
+
+def rounded(x: Array, to: np.dtype) -> Array:
+    """Floats in a narrower dtype, for good.
+
+    XLA on GPUs drops a rounding that is undone at once: a float32 array cast to F16 and back would
+    come out of ``jit`` as it went in.  It keeps what ``reduce_precision`` rounds, and what passes a
+    barrier; the former can be fused, but flushes the subnormal numbers of a narrower exponent.
+    """
+    if x.dtype == jnp.float32 and to == jnp.bfloat16:
+        return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(to)
+    return lax.optimization_barrier(x.astype(to))
+
+
+@op(K.Cast, precision=EXACT, rejects=cast_rejects, examples=cast_examples)
+def cast(x: Anything[Array, "*shape"], *, dtype: DType) -> Anything[Array, "*shape"]:
+    """x in another dtype.
+
+    Float to integer truncates toward zero and saturates, NaN becomes 0, on every device alike.
+    Integer to integer wraps.  To a float rounds to nearest even; to a half type or F8E4M3 through
+    F32.  F8E4M3 has no infinity: beyond ±464 it is NaN.  The gradient is cast back.
+
+    Args:
+        x: any shape, real.
+        dtype: a dtype, its name, or Fuel's name for it (``"BF16"``).
+
+    Returns:
+        An array of the shape of ``x``.
+
+    Raises:
+        X64Required: a 64-bit dtype while ``jax_enable_x64`` is off.
+        UnknownName: no such dtype.
+    """
+    to = jnp.dtype(dtype)
+    if to == jnp.bool_:
+        return x != jnp.zeros((), x.dtype)
+    if is_float(x) and jnp.issubdtype(to, jnp.integer):
+        return truncated(x, to)
+    if x.dtype != to and jnp.issubdtype(to, jnp.floating) and to.itemsize < 4:
+        return rounded(x.astype(jnp.float32), to)
+    if x.dtype == jnp.float64 and to == jnp.float32:
+        return rounded(x, to)
+    return x.astype(to)
+
+
+# -- position ------------------------------------------------------------------------------
+
+
+@op(
+    K.Flip,
+    precision=EXACT,
+    rejects=no_such_axis,
+    examples=lambda: ({"x": example(2, 3, 5), "dim": 1}, {"x": example(3), "dim": -1}),
+)
+def flip(x: Anything[Array, "*shape"], *, dim: int) -> Anything[Array, "*shape"]:
+    """y[…, i, …] = x[…, n − 1 − i, …].
+
+    Args:
+        x: any shape but a scalar.
+        dim: the axis to reverse; a negative one counts from the end.
+
+    Returns:
+        An array like ``x``.
+    """
+    return jnp.flip(x, dim)
+
+
+@op(
+    K.Roll,
+    precision=EXACT,
+    rejects=lambda x, *, dim, shift: no_such_axis(x, dim),
+    examples=lambda: (
+        {"x": example(2, 5, 3), "dim": 1, "shift": -7},
+        {"x": example(4), "dim": 0, "shift": 1},
+    ),
+)
+def roll(x: Anything[Array, "*shape"], *, dim: int, shift: int) -> Anything[Array, "*shape"]:
+    """y[…, (i + shift) mod n, …] = x[…, i, …].
+
+    Args:
+        x: any shape but a scalar.
+        dim: the axis along which elements move; a negative one counts from the end.
+        shift: places to move by, of any sign and size.
+
+    Returns:
+        An array like ``x``.
+    """
+    if not (n := x.shape[dim]) or not (shift := shift % n):
+        return x
+    axis = dim % x.ndim
+    head = lax.slice_in_dim(x, 0, n - shift, axis=axis)
+    tail = lax.slice_in_dim(x, n - shift, n, axis=axis)
+    return lax.concatenate([tail, head], axis)
+
+
+def concat_rejects(*arrays, dim):
+    """Nothing, or arrays that differ off the joined axis."""
+    if not arrays:
+        return "'arrays' is empty; pass one array or more."
+    first = arrays[0]
+    if reason := no_such_axis(first, dim, "arrays[0]"):
+        return reason
+    off = [axis for axis in range(first.ndim) if axis != dim % first.ndim]
+    for i, x in enumerate(arrays):
+        if x.ndim != first.ndim or any(x.shape[axis] != first.shape[axis] for axis in off):
+            return (
+                f"'arrays[{i}]' is {describe(x)} and 'arrays[0]' is {describe(first)}; they must "
+                f"agree on every axis but {dim}. Reshape or broadcast one of them."
+            )
+    return None
+
+
+def concat_examples():
+    """Three, unequal; one alone."""
+    yield {"arrays": [example(2, 3, 2), example(2, 1, 2), example(2, 4, 2)], "dim": 1}
+    yield {"arrays": [example(3)], "dim": -1}
+
+
+@op(K.Concat, precision=EXACT, rejects=concat_rejects, examples=concat_examples)
+def concat(*arrays: Anything[Array, "..."], dim: int) -> Anything[Array, "..."]:
+    """Arrays one after the other along an axis.
+
+    Args:
+        arrays: one or more, of one dtype, and of one shape but for the axis ``dim``.
+        dim: the axis to join; a negative one counts from the end.
+
+    Returns:
+        An array whose extent along ``dim`` is the sum of theirs.
+    """
+    return lax.concatenate(arrays, dim % arrays[0].ndim)
+
+
+# -- margins -------------------------------------------------------------------------------
+
+
+def margins(name: str, x: Any, shape: Any, padding: Padding, mode: str) -> str | None:
+    """Margins that an array of ``shape`` cannot have; ``x``, called ``name``, was given."""
+    arrived = f"parameter 'padding' is {padding} and {name!r} is {describe(x)}"
+    if len(padding) != x.ndim:
+        return f"{arrived}; it must be {x.ndim} pairs (before, after), one for each axis."
+    if any(p < 0 for pair in padding for p in pair):
+        return f"{arrived}; none may be negative. Slice instead."
+    for axis, (n, pair) in enumerate(zip(shape, padding, strict=True)):
+        if n < 0:
+            return f"{arrived}; axis {axis} is shorter than its margins. Pass the padded array."
+        if mode == "reflect" and max(pair) > max(n - 1, 0):
+            return (
+                f"{arrived}; to reflect, a margin must be smaller than the extent, {n} along axis "
+                f"{axis}. Pad less, or with mode='replicate'."
+            )
+        if mode == "replicate" and n == 0 < max(pair):
+            return f"{arrived}; axis {axis} is empty, and has no edge. Pad with mode='constant'."
+    return None
+
+
+def pad_rejects(x, *, padding, mode, value):
+    """Margins that do not fit, or a value that does not."""
+    return margins("x", x, x.shape, padding, mode) or (
+        misfit(x, value) if mode == "constant" else None
+    )
+
+
+def inner(shape: Any, padding: Padding) -> tuple[int, ...]:
+    """Extents without the margins."""
+    return tuple(n - before - after for n, (before, after) in zip(shape, padding, strict=False))
+
+
+def pad_backward_rejects(upstream, *, padding, mode):
+    """Margins that do not fit into the array."""
+    return margins("upstream", upstream, inner(upstream.shape, padding), padding, mode)
+
+
+def pad_examples():
+    """A constant, a reflection, a repeated edge."""
+    yield {"x": example(2, 3), "padding": ((1, 0), (2, 1)), "mode": "constant", "value": -1.5}
+    yield {"x": example(3, 4), "padding": ((2, 1), (0, 3)), "mode": "reflect"}
+    yield {"x": example(1, 4), "padding": ((2, 0), (1, 2)), "mode": "replicate"}
+
+
+def pad_backward_examples():
+    """Margins cut off, folded back, summed."""
+    for padding, mode in (
+        (((2, 1), (0, 3)), "reflect"),
+        (((2, 1), (0, 3)), "constant"),
+        (((4, 1), (1, 2)), "replicate"),
+    ):
+        yield {"upstream": example(6, 7), "padding": padding, "mode": mode}
+
+
+def padded(x: Array, *, padding: Padding, mode: str, value: Number) -> Array:
+    """``x`` with its margins."""
+    if mode == "constant":
+        config = [(before, after, 0) for before, after in padding]
+        return lax.pad(x, jnp.asarray(value, x.dtype), config)
+    y = wide(x) if is_float(x) else x  # so that its transpose sums in float32, and rounds once
+    for axis, (before, after) in enumerate(padding):
+        if not before + after:
+            continue
+        n = y.shape[axis]
+        cut = lambda start, end, y=y, axis=axis: lax.slice_in_dim(y, start, end, axis=axis)
+        if mode == "reflect":
+            left, right = (
+                lax.rev(part, (axis,)) for part in (cut(1, 1 + before), cut(n - 1 - after, n - 1))
+            )
+        else:
+            edge = lambda part, width, y=y, axis=axis: jnp.broadcast_to(
+                part, (*y.shape[:axis], width, *y.shape[axis + 1 :])
+            )
+            left, right = edge(cut(0, 1), before), edge(cut(n - 1, n), after)
+        y = lax.concatenate([left, y, right], axis)
+    return y.astype(x.dtype)
+
+
+@op(K.Pad, precision=EXACT, rejects=pad_rejects, examples=pad_examples)
+def pad(
+    x: Anything[Array, "*shape"], *, padding: Padding, mode: Mode = "constant", value: Number = 0
+) -> Anything[Array, "*padded"]:
+    """Margins around an array: a constant, or x continued.
+
+    ``reflect`` mirrors at the edge element, which is not repeated; ``replicate`` repeats it.  Axes
+    are treated one after the other, so a corner is a reflection of a reflection.
+
+    Args:
+        x: any shape.
+        padding: ``((before, after), …)``, elements added at each end of every axis.
+        mode: ``"constant"``, ``"reflect"`` or ``"replicate"``.
+        value: the constant; it must fit the dtype of ``x``.
+
+    Returns:
+        An array of extents ``before + n + after``.
+
+    Raises:
+        ArgumentError: a margin to reflect is not smaller than its axis; an empty axis to replicate.
+    """
+    return padded(x, padding=padding, mode=mode, value=value)
+
+
+@op(
+    K.PadBackward,
+    precision=Precision(float32=2e-6),
+    rejects=pad_backward_rejects,
+    examples=pad_backward_examples,
+)
+def pad_backward(
+    upstream: Floats[Array, "*padded"], *, padding: Padding, mode: Mode = "constant"
+) -> Floats[Array, "*shape"]:
+    """Gradient of :func:`pad`:  every element goes to where it was copied from, and is added there.
+
+    Sums in float32 (float64 for float64 operands), rounded once.
+
+    Args:
+        upstream: the cotangent of the padded array.
+        padding: the forward's ``((before, after), …)``.
+        mode: the forward's; ``"constant"`` drops the margins.
+
+    Returns:
+        The cotangent of the array before padding: extents ``n − before − after``.
+    """
+    like = jax.ShapeDtypeStruct(inner(upstream.shape, padding), upstream.dtype)
+    (dx,) = jax.linear_transpose(lambda x: padded(x, padding=padding, mode=mode, value=0), like)(
+        upstream
+    )
+    return dx
+
+
+# -- selection -----------------------------------------------------------------------------
+
+
+def triangle_examples():
+    """Wide and batched; tall."""
+    yield {"x": example(2, 3, 5), "diagonal": -1}
+    yield {"x": example(4, 2), "diagonal": 1}
+
+
+def above(x: Array, diagonal: int) -> Array:
+    """Where column − row ≥ ``diagonal``, over the last two axes of ``x``."""
+    row, column = (
+        lax.broadcasted_iota(jnp.int32, x.shape, axis) for axis in (x.ndim - 2, x.ndim - 1)
+    )
+    rows, columns = x.shape[-2:]
+    return column - row >= min(max(diagonal, -rows), columns)
+
+
+@op(K.Triu, precision=EXACT, examples=triangle_examples)
+def triu(
+    x: Anything[Array, "*batch rows cols"], *, diagonal: int = 0
+) -> Anything[Array, "*batch rows cols"]:
+    """x where column ≥ row + diagonal, else 0.
+
+    What is dropped is never looked at, nor its cotangent: NaN there does not leak.
+
+    Args:
+        x: ``[*batch, rows, cols]``.
+        diagonal: the lowest diagonal kept; 0 is the main one, above it they count up.
+
+    Returns:
+        An array like ``x``.
+    """
+    return jnp.where(above(x, diagonal), x, jnp.zeros((), x.dtype))
+
+
+@op(K.Tril, precision=EXACT, examples=triangle_examples)
+def tril(
+    x: Anything[Array, "*batch rows cols"], *, diagonal: int = 0
+) -> Anything[Array, "*batch rows cols"]:
+    """x where column ≤ row + diagonal, else 0.
+
+    What is dropped is never looked at, nor its cotangent: NaN there does not leak.
+
+    Args:
+        x: ``[*batch, rows, cols]``.
+        diagonal: the highest diagonal kept; 0 is the main one, above it they count up.
+
+    Returns:
+        An array like ``x``.
+    """
+    return jnp.where(above(x, diagonal + 1), jnp.zeros((), x.dtype), x)
+
+
+def masked_fill_examples():
+    """Zeros, ones and another truth value; a scalar."""
+    mask = np.array([[0, 1, 2], [255, 0, 0]], np.uint8)
+    yield {"x": example(2, 3), "mask": mask, "value": -2.5}
+    yield {"x": example(), "mask": np.array(False), "value": 1}
+
+
+@op(
+    K.MaskedFill,
+    precision=EXACT,
+    rejects=lambda x, mask, *, value: misfit(x, value),
+    examples=masked_fill_examples,
+)
+def masked_fill(
+    x: Anything[Array, "*shape"], mask: Mask[Array, "*shape"], *, value: Number
+) -> Anything[Array, "*shape"]:
+    """value where mask is not 0, else x.
+
+    What is filled is never looked at, nor its cotangent: NaN there does not leak.
+
+    Args:
+        x: any shape.
+        mask: U8 (any nonzero is true) or bool, of the shape of ``x``.
+        value: what to fill with; it must fit the dtype of ``x``.
+
+    Returns:
+        An array like ``x``.
+
+    Raises:
+        ArgumentError: the dtype of ``x`` cannot hold ``value``, as float16 cannot hold −1e9.
+    """
+    return jnp.where(mask.astype(bool), jnp.asarray(value, x.dtype), x)
+
+
+# -- place ---------------------------------------------------------------------------------
+
+
+class Placing(Op[P, R]):
+    """An op that runs where it is called, not compiled: one program has one set of devices."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Move the data, or trace the move."""
+        return self.decompose(*args, **kwargs)
+
+
+def copy_rejects(x, *, device):
+    """Something that is no place."""
+    if device is None or isinstance(device, (jax.Device, Sharding)):
+        return None
+    return (
+        f"parameter 'device' is {device!r}; it must be a device, such as jax.devices()[0], or a "
+        f"jax.sharding.Sharding, or None for where 'x' is."
+    )
+
+
+def copy(x: Anything[Array, "*shape"], *, device: Any = None) -> Anything[Array, "*shape"]:
+    """x in a buffer of its own, here or on another device.
+
+    Under ``jit`` a sharding is a constraint, a device is where the whole program must run, and a
+    copy without either is the identity.  The gradient passes, and goes back to where ``x`` is.
+
+    Args:
+        x: any shape.
+        device: a device or a sharding; None for the one ``x`` has.
+
+    Returns:
+        An array like ``x``.
+    """
+    if device is None:
+        return jnp.copy(x)
+    # Inside jit a bare device would be ignored, and a sharding of automatic axes forgotten.
+    place = device if isinstance(device, Sharding) else SingleDeviceSharding(device)
+    y = jax.device_put(x, place, may_alias=False)
+    constrains = isinstance(place, NamedSharding) and place.mesh.are_all_axes_auto
+    return lax.with_sharding_constraint(y, place) if constrains else y
+
+
+copy = enter(
+    Placing(
+        copy,
+        kind=K.Copy,
+        precision=EXACT,
+        rejects=copy_rejects,
+        examples=lambda: ({"x": example(2, 3)},),
+    )
+)
