@@ -10,9 +10,14 @@ from jax import lax
 from .types import Array
 
 
+def wide_dtype(x: Array) -> Any:
+    """What floats like ``x`` are accumulated in: float32, or float64 for float64."""
+    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+
+
 def wide(x: Array) -> Array:
-    """``x`` in its accumulation dtype: float32, or float64 for float64."""
-    return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+    """``x`` in its accumulation dtype."""
+    return x.astype(wide_dtype(x))
 
 
 def is_float(x: Any) -> bool:

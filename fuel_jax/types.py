@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         Annotated as Indices,
         Annotated as Mask,
         Annotated as Numbers,
+        Annotated as Products,
         Annotated as Single,
         Annotated as Wide,
         Annotated as Words,
@@ -56,6 +57,11 @@ else:
         """Floats and integers: arithmetic, comparison, reductions to an extreme."""
 
         dtypes, shared = FLOATS + INTS, True
+
+    class Products(AbstractDtype):
+        """Floats, and the bytes whose products are summed in I32."""
+
+        dtypes, shared = (*FLOATS, "int8", "uint8"), True
 
     class Anything(AbstractDtype):
         """Whatever JAX can store: ops that move elements and never look at them."""

@@ -50,7 +50,8 @@ def rejects(x, w, bias, *, stride, padding, dilation, groups) -> str | None:
         return f"'w' has a kernel of {w.shape[2:]}; each extent must be at least 1."
     padded = [n + 2 * p for n, p in zip(x.shape[2:], padding, strict=True)]
     if any(r > n for r, n in zip(reach(w, dilation), padded, strict=True)):
-        return f"'w' spans {reach(w, dilation)} of 'x' padded to {padded}. Pad more, or dilate less."
+        spans = reach(w, dilation)
+        return f"'w' spans {spans}, 'x' with its padding {padded}. Pad more, or dilate less."
     return None
 
 

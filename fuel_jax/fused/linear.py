@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from .._op import Precision
-from ..numerics import product_precision, wide
+from ..numerics import product_precision, wide, wide_dtype
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
 from ..types import Array, Floats
@@ -39,5 +39,5 @@ def fused_linear(
     Returns:
         ``[*batch, m, n]`` in the dtype of ``a``.
     """
-    sums = jnp.matmul(a, b, precision=product_precision(), preferred_element_type=wide(bias).dtype)
+    sums = jnp.matmul(a, b, precision=product_precision(), preferred_element_type=wide_dtype(a))
     return (sums + wide(bias)).astype(a.dtype)

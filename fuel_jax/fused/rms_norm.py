@@ -44,9 +44,9 @@ def rejects(x, *rest, eps) -> str | None:
 def rms_norm_last_dim_backward(
     x: Floats[Array, "*batch d"], upstream: Floats[Array, "*batch d"], *, eps: float = 1e-6
 ) -> Floats[Array, "*batch d"]:
-    """Gradient of :func:`rms_norm_last_dim`:  r · (g − x · r² · mean(x·g)),  r = 1/√(mean(x²) + eps).
+    """Gradient of :func:`rms_norm_last_dim`:  r · (g − x · r² · mean(x·g)).
 
-    Sums in float32 (float64 for float64 operands), rounded once.
+    r = 1/√(mean(x²) + eps).  Sums in float32 (float64 for float64 operands), rounded once.
 
     Args:
         x: the forward's operand, ``[*batch, d]``.

@@ -42,7 +42,9 @@ def rejects(x, cos, sin) -> str | None:
     examples=examples,
 )
 def rope(
-    x: Floats[Array, "... s d"], cos: Floats[Array, "*tables s d"], sin: Floats[Array, "*tables s d"]
+    x: Floats[Array, "... s d"],
+    cos: Floats[Array, "*tables s d"],
+    sin: Floats[Array, "*tables s d"],
 ) -> Floats[Array, "... s d"]:
     """Rotate pairs (xᵢ, xᵢ₊ₕ), h = d/2, by the angle of their position:  x·cos + (−x_hi, x_lo)·sin.
 

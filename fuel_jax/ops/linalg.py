@@ -1,0 +1,61 @@
+"""The matrix product."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._op import Precision
+from ..numerics import is_float, product_precision, wide_dtype
+from ..op_kind import OpKind as K
+from ..registry import op
+from ..types import Array, Products
+
+
+def examples():
+    """Plain; leading axes that broadcast; a row by a matrix; bytes."""
+    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    yield {"a": f32(5, 7), "b": f32(7, 3)}
+    yield {"a": f32(2, 1, 3, 4), "b": f32(5, 4, 2)}
+    yield {"a": f32(1, 16), "b": f32(16, 9)}
+    codes = np.arange(-128, 128, dtype=np.int8).reshape(4, 64)
+    yield {"a": codes, "b": codes.T.copy()}
+
+
+def rejects(a, b) -> str | None:
+    """Leading axes that do not broadcast, which annotations cannot say."""
+    try:
+        np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except ValueError:
+        return (
+            f"'b' has leading axes {b.shape[:-2]}, which do not broadcast with {a.shape[:-2]} of "
+            f"'a'. Give each the other's extent, or 1."
+        )
+    return None
+
+
+@op(K.MatMul, precision=Precision(float32=2e-6), rejects=rejects, examples=examples)
+def matmul(
+    a: Products[Array, "... m k"], b: Products[Array, "... k n"]
+) -> Products[Array, "... m n"]:
+    """Matrix product:  Σₖ a[…, m, k] · b[…, k, n].
+
+    Sums in float32 (float64 for float64 operands), rounded once; I8 and U8 sum in I32 and saturate.
+    Leading axes broadcast as NumPy's do, in this op alone.
+
+    Args:
+        a: ``[..., m, k]``; floats, I8 or U8.
+        b: ``[..., k, n]``, dtype of ``a``.
+
+    Returns:
+        ``[..., m, n]`` in the dtype of ``a``.
+
+    Raises:
+        ShapeError: the two ``k`` differ, or an operand has fewer than two axes.
+        ArgumentError: leading axes do not broadcast.
+    """
+    if is_float(a):
+        sums = jnp.matmul(a, b, precision=product_precision(), preferred_element_type=wide_dtype(a))
+        return sums.astype(a.dtype)
+    sums = jnp.matmul(a, b, preferred_element_type=jnp.int32)
+    limits = jnp.iinfo(a.dtype)
+    return jnp.clip(sums, limits.min, limits.max).astype(a.dtype)
