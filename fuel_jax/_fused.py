@@ -139,7 +139,7 @@ class FusedOp(Op[P, R], jax.custom_vjp[R]):
     def _by_operand(self, grads: tuple[Any, ...]) -> dict[str, Any]:
         if len(grads) != len(self.wrt):
             raise ArgumentError(
-                f"{self.name}: its backward returned {len(grads)} gradients, wanted one for each of "
+                f"{self.name}: its backward returned {len(grads)} gradients, wanted one each for "
                 f"{', '.join(self.wrt)}. Annotate integer operands as such, name others in frozen."
             )
         return dict(zip(self.wrt, grads, strict=True))

@@ -1,8 +1,8 @@
 """In-place ops: the functional op, and an eager call gives up the array passed.
 
-JAX arrays are immutable, so "in place" means that XLA may reuse the operand's buffer: after an eager
-call the array passed is deleted, and using it raises.  Inside ``jit`` XLA decides, and
-``donate_argnums`` on the outer ``jit`` makes it an alias.  Gradients are those of the functional op.
+JAX arrays are immutable, so "in place" means that XLA may reuse the operand's buffer: after an
+eager call the array passed is deleted, and using it raises.  Inside ``jit`` XLA decides, and
+``donate_argnums`` on the outer ``jit`` makes it an alias.  Gradients are the functional op's.
 """
 
 from .._op import Op
