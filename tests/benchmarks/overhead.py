@@ -1,0 +1,68 @@
+"""What fuel_jax costs before any arithmetic: an eager call, and the import.
+
+    python -m tests.benchmarks.overhead [--rows docs/performance/cpu.jsonl]
+
+Promised: an eager fused-op call at most 60 µs over an eager call of a jitted jax.numpy function, and
+``import fuel_jax`` at most 0.25 s over ``import jax``.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+
+import fuel_jax
+
+from .against_plain import machine
+
+IMPORT = """
+import time, jax
+before = time.perf_counter()
+import fuel_jax
+print(time.perf_counter() - before)
+"""
+
+
+def microseconds(f, *arrays, calls: int = 500, **params) -> float:
+    """Median time of a call, dispatch and result included."""
+    took = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        jax.block_until_ready(f(*arrays, **params))
+        took.append(time.perf_counter() - start)
+    return statistics.median(took) * 1e6
+
+
+def main() -> None:
+    """Measure and print."""
+    cli = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    cli.add_argument("--rows", help="file to append to, one JSON object a line")
+    asked = cli.parse_args()
+    x = jnp.ones((8, 8), jnp.float32)
+    heads = jnp.ones((1, 2, 4, 8), jnp.float32)
+    jitted = jax.jit(fuel_jax.rms_norm_last_dim.body)
+    attention = jax.jit(fuel_jax.flash_attn.body)
+    rows = []
+    for name, ours, plain, arrays in (
+        ("rms_norm_last_dim", fuel_jax.rms_norm_last_dim, jitted, [x]),
+        ("flash_attn", fuel_jax.flash_attn, attention, [heads] * 3),
+    ):
+        mine, theirs = microseconds(ours, *arrays), microseconds(plain, *arrays)
+        rows.append({"op": name, "what": "eager call", "us": mine, "jitted_us": theirs})
+        print(f"{name:<20} eager {mine:.1f} µs, jitted {theirs:.1f} µs: {mine - theirs:+.1f} µs")
+    command = [sys.executable, "-c", IMPORT]
+    times = [float(subprocess.check_output(command)) for _ in range(5)]
+    rows.append({"what": "import fuel_jax over import jax", "s": statistics.median(times)})
+    print(f"import fuel_jax      {statistics.median(times):.3f} s over import jax")
+    if asked.rows:
+        with open(asked.rows, "a") as file:
+            file.writelines(json.dumps(machine() | row) + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    main()
