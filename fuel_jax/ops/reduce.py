@@ -1,0 +1,342 @@
+"""Reductions to fewer axes or to a shape, arg-reductions and the running sum."""
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._op import Precision
+from ..numerics import is_float, wide
+from ..op_kind import OpKind
+from ..registry import op
+from ..types import Array, Floats, Numbers
+
+PRECISION = Precision(float32=2e-6)
+Dims = tuple[int, ...] | int | None
+Shape = tuple[int, ...]
+
+
+def lifted(x: Array) -> Array:
+    """``x`` in the dtype it is accumulated in: integers in their own."""
+    return wide(x) if is_float(x) else x
+
+
+# -- which axes ----------------------------------------------------------------------------
+
+
+def no_axis(name: str, dim: int, operand: str, ndim: int) -> str | None:
+    """Why ``operand`` has no axis ``dim``."""
+    if -ndim <= dim < ndim:
+        return None
+    if ndim == 0:
+        return f"parameter {name!r} is {dim} and {operand!r} has no axes. Reshape it first."
+    return (
+        f"parameter {name!r} is {dim} and {operand!r} has {ndim} axes; it must be from {-ndim} "
+        f"to {ndim - 1}."
+    )
+
+
+def axes_of(ndim: int, dims: Dims) -> tuple[int, ...]:
+    """``dims`` as axes counted from the front; None is all of them."""
+    if dims is None:
+        return tuple(range(ndim))
+    return tuple(d % ndim for d in ((dims,) if isinstance(dims, int) else dims))
+
+
+def dims_rejects(x, *, dims: Dims) -> str | None:
+    """Axes that x does not have, or not in ascending order."""
+    for dim in (dims,) if isinstance(dims, int) else dims or ():
+        if reason := no_axis("dims", dim, "x", x.ndim):
+            return reason
+    axes = axes_of(x.ndim, dims)
+    if all(a < b for a, b in itertools.pairwise(axes)):
+        return None
+    return (
+        f"parameter 'dims' is {dims}, axes {axes} of 'x'; they must ascend, none twice. "
+        f"Pass {tuple(sorted(set(axes)))}."
+    )
+
+
+def mean_rejects(x, *, dims: Dims) -> str | None:
+    """As other reductions; and a mean of no elements."""
+    if reason := dims_rejects(x, dims=dims):
+        return reason
+    if math.prod(x.shape[a] for a in axes_of(x.ndim, dims)):
+        return None
+    return (
+        f"'x' is {x.shape} and parameter 'dims' is {dims}; a mean needs at least one element. "
+        f"Reduce axes that are not empty, or use sum_reduce, which gives 0."
+    )
+
+
+def dim_rejects(x, *, dim: int) -> str | None:
+    """An axis that x does not have."""
+    return no_axis("dim", dim, "x", x.ndim)
+
+
+def arg_rejects(x, *, dim: int) -> str | None:
+    """An axis that x does not have, or that holds nothing to choose from."""
+    if reason := dim_rejects(x, dim=dim):
+        return reason
+    if x.shape[dim]:
+        return None
+    return f"'x' is {x.shape}; its axis {dim} is empty and has no extreme. Choose another axis."
+
+
+def collapsed(shape: Sequence[int], target: Sequence[int]) -> tuple[int, ...]:
+    """Axes to reduce so that ``shape`` becomes ``target``, whose missing leading axes are 1."""
+    padded = (1,) * (len(shape) - len(target)) + tuple(target)
+    leading = len(shape) - len(target)
+    return tuple(
+        i for i, (n, m) in enumerate(zip(shape, padded, strict=True)) if i < leading or n != m
+    )
+
+
+def shape_rejects(x, *, shape: Shape) -> str | None:
+    """A target that does not broadcast to the shape of x."""
+    padded = (1,) * (x.ndim - len(shape)) + shape
+    if len(shape) <= x.ndim and all(m in (1, n) for n, m in zip(x.shape, padded, strict=True)):
+        return None
+    return (
+        f"parameter 'shape' is {shape} and 'x' is {x.shape}; aligned at the last axis, each extent "
+        f"must be that of x or 1. Reduce to a shape that broadcasts to {x.shape}."
+    )
+
+
+# -- examples ------------------------------------------------------------------------------
+
+
+def examples():
+    """Every axis, one from the end, two around a third, none, and a scalar."""
+    for shape, dims in (((3, 37), None), ((2, 3, 5), (0, -1)), ((4, 3), 0), ((), None)):
+        yield {"x": jax.ShapeDtypeStruct(shape, jnp.float32), "dims": dims}
+
+
+def shape_examples():
+    """Leading axes dropped, one kept as 1, and all of them."""
+    for shape, target in (((2, 3, 5), (3, 1)), ((4, 7), (4, 1)), ((3,), ())):
+        yield {"x": jax.ShapeDtypeStruct(shape, jnp.float32), "shape": target}
+
+
+def arg_examples():
+    """A row long enough for every implementation, an inner axis, a single element."""
+    for shape, dim in (((2, 131), -1), ((3, 5, 2), 1), ((1,), 0)):
+        yield {"x": jax.ShapeDtypeStruct(shape, jnp.float32), "dim": dim}
+
+
+# -- sums ----------------------------------------------------------------------------------
+
+
+@op(OpKind.SumReduce, precision=PRECISION, rejects=dims_rejects, examples=examples)
+def sum_reduce(x: Numbers[Array, "*shape"], *, dims: Dims = None) -> Array:
+    """Σ x over axes.
+
+    Half types are summed in float32 and rounded once.  Integers are summed in their own dtype and
+    wrap: cast them to a wider one first.
+
+    Args:
+        x: any shape; floats or integers.
+        dims: axes to reduce, ascending, none twice; negative ones count from the end.  None is all
+            of them, an empty tuple none.
+
+    Returns:
+        ``x`` without these axes, in its dtype; 0 where they are empty.
+    """
+    return lax.reduce_sum(lifted(x), axes_of(x.ndim, dims)).astype(x.dtype)
+
+
+@op(OpKind.MeanReduce, precision=PRECISION, rejects=mean_rejects, examples=examples)
+def mean_reduce(x: Floats[Array, "*shape"], *, dims: Dims = None) -> Array:
+    """Σ x / n over the n elements of axes.
+
+    In float32 (float64 for float64), rounded once.
+
+    Args:
+        x: any shape; floats.
+        dims: axes to reduce, ascending, none twice; negative ones count from the end.  None is all
+            of them, an empty tuple none.
+
+    Returns:
+        ``x`` without these axes, in its dtype.
+
+    Raises:
+        ShapeError: ``x`` holds integers, whose mean is none: cast it first.
+        ArgumentError: there is nothing to take the mean of.
+    """
+    axes = axes_of(x.ndim, dims)
+    n = math.prod(x.shape[a] for a in axes)
+    return (lax.reduce_sum(wide(x), axes) / n).astype(x.dtype)
+
+
+@op(OpKind.ReduceSumTo, precision=PRECISION, rejects=shape_rejects, examples=shape_examples)
+def reduce_sum_to(x: Numbers[Array, "*shape"], *, shape: Shape) -> Array:
+    """Σ x over the axes along which ``shape`` would be broadcast to x: the gradient of that.
+
+    Half types are summed in float32 and rounded once; integers wrap, as in :func:`sum_reduce`.
+
+    Args:
+        x: any shape; floats or integers.
+        shape: the result's; aligned with x at the last axis, each extent that of x or 1.
+
+    Returns:
+        An array of exactly ``shape``, in the dtype of ``x``.
+    """
+    total = lax.reduce_sum(lifted(x), collapsed(x.shape, shape))
+    return lax.reshape(total.astype(x.dtype), shape)
+
+
+# -- extremes ------------------------------------------------------------------------------
+
+
+def attained(x: Array, y: Array, axes: tuple[int, ...], largest: bool) -> tuple[Array, Array]:
+    """Where x attains the extreme y of its window, and how many elements share it.
+
+    A window holding NaN has y = NaN: all of it attains that, and the count is NaN, which makes NaN
+    of every gradient there.  An empty window counts 1.
+    """
+    y = lax.expand_dims(y, axes)
+    hit = ~(x < y) if largest else ~(x > y)
+    count = jnp.sum(hit, axes, dtype=jnp.int32, keepdims=True)
+    count = jnp.maximum(count, 1).astype(wide(y).dtype)
+    return hit, jnp.where(y == y, count, jnp.nan)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def extreme(x: Array, axes: tuple[int, ...], largest: bool) -> Array:
+    """Largest or smallest element over axes; NaN wins.  Ties share the gradient equally.
+
+    JAX's own rule counts ties in the operand's dtype (in bfloat16 to 256), multiplies the
+    cotangent with a mask (inf · 0) and divides 0 by 0 where a window is empty.
+    """
+    return (lax.reduce_max if largest else lax.reduce_min)(x, axes)
+
+
+@extreme.defjvp
+def extreme_jvp(axes, largest, primals, tangents):
+    """The mean tangent of the elements that attain the extreme."""
+    (x,), (t,) = primals, tangents
+    y = extreme(x, axes, largest)
+    hit, count = attained(x, y, axes, largest)
+    total = lax.reduce_sum(jnp.where(hit, wide(t), 0), axes)
+    return y, (total / lax.squeeze(count, axes)).astype(x.dtype)
+
+
+@op(OpKind.MaxReduce, precision=PRECISION, rejects=dims_rejects, examples=examples)
+def max_reduce(x: Numbers[Array, "*shape"], *, dims: Dims = None) -> Array:
+    """max x over axes; NaN if any element is.
+
+    Exact.  Elements that tie share the gradient equally; it is NaN in all of a window that holds
+    NaN, where the maximum has no derivative.
+
+    Args:
+        x: any shape; floats or integers.
+        dims: axes to reduce, ascending, none twice; negative ones count from the end.  None is all
+            of them, an empty tuple none.
+
+    Returns:
+        ``x`` without these axes, in its dtype.  Where they are empty −inf, for integers the
+        smallest of their dtype: the maximum with anything else is that.
+    """
+    return extreme(x, axes_of(x.ndim, dims), True)
+
+
+@op(OpKind.MinReduce, precision=PRECISION, rejects=dims_rejects, examples=examples)
+def min_reduce(x: Numbers[Array, "*shape"], *, dims: Dims = None) -> Array:
+    """min x over axes; NaN if any element is.
+
+    Exact.  Elements that tie share the gradient equally; it is NaN in all of a window that holds
+    NaN, where the minimum has no derivative.
+
+    Args:
+        x: any shape; floats or integers.
+        dims: axes to reduce, ascending, none twice; negative ones count from the end.  None is all
+            of them, an empty tuple none.
+
+    Returns:
+        ``x`` without these axes, in its dtype.  Where they are empty +inf, for integers the
+        largest of their dtype: the minimum with anything else is that.
+    """
+    return extreme(x, axes_of(x.ndim, dims), False)
+
+
+@op(OpKind.ReduceMaxTo, precision=PRECISION, rejects=shape_rejects, examples=shape_examples)
+def reduce_max_to(x: Numbers[Array, "*shape"], *, shape: Shape) -> Array:
+    """max x over the axes along which ``shape`` would be broadcast to x.
+
+    Exact; NaN if any element is, −inf of nothing.  Its gradient is
+    :func:`~fuel_jax.reduce_max_to_backward`.
+
+    Args:
+        x: any shape; floats or integers.
+        shape: the result's; aligned with x at the last axis, each extent that of x or 1.
+
+    Returns:
+        An array of exactly ``shape``, in the dtype of ``x``.
+    """
+    return lax.reshape(extreme(x, collapsed(x.shape, shape), True), shape)
+
+
+# -- arg-reductions ------------------------------------------------------------------------
+
+
+@op(OpKind.ArgMaxDim, precision=PRECISION, rejects=arg_rejects, examples=arg_examples)
+def argmax_dim(x: Numbers[Array, "*shape"], *, dim: int) -> Array:
+    """Index of the largest element along an axis: of the first NaN, else of the first to tie.
+
+    Compared in the dtype of ``x``, F64 in float64.  ``max_reduce`` is the element it points to.
+
+    Args:
+        x: any shape; floats or integers.
+        dim: the axis; a negative one counts from the end.
+
+    Returns:
+        U32 indices, ``x`` without that axis.
+
+    Raises:
+        ArgumentError: the axis is empty.
+    """
+    return lax.argmax(x, dim % x.ndim, np.uint32)
+
+
+@op(OpKind.ArgMinDim, precision=PRECISION, rejects=arg_rejects, examples=arg_examples)
+def argmin_dim(x: Numbers[Array, "*shape"], *, dim: int) -> Array:
+    """Index of the smallest element along an axis: of the first NaN, else of the first to tie.
+
+    Compared in the dtype of ``x``, F64 in float64.  ``min_reduce`` is the element it points to.
+
+    Args:
+        x: any shape; floats or integers.
+        dim: the axis; a negative one counts from the end.
+
+    Returns:
+        U32 indices, ``x`` without that axis.
+
+    Raises:
+        ArgumentError: the axis is empty.
+    """
+    return lax.argmin(x, dim % x.ndim, np.uint32)
+
+
+# -- running sums --------------------------------------------------------------------------
+
+
+@op(OpKind.CumSum, precision=PRECISION, rejects=dim_rejects, examples=arg_examples)
+def cumsum(x: Numbers[Array, "*shape"], *, dim: int) -> Array:
+    """Running sum along an axis, inclusive:  yᵢ = Σⱼ≤ᵢ xⱼ.
+
+    Half types are accumulated in float32 and each result is rounded once.  Integers are summed in
+    their own dtype and wrap.  The gradient is the same sum from the other end.
+
+    Args:
+        x: any shape; floats or integers.
+        dim: the axis; a negative one counts from the end.
+
+    Returns:
+        An array like ``x``.
+    """
+    return lax.cumsum(lifted(x), dim % x.ndim).astype(x.dtype)
