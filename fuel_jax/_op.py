@@ -327,7 +327,8 @@ class Op(Generic[P, R]):
         """``rms_norm_last_dim(x[*batch d], *, eps=1e-06)``."""
         if self.adapt is None:
             return self.signature.usage()
-        return f"{self.name}{inspect.signature(self.adapt)}"
+        public = inspect.signature(self.adapt)
+        return f"{self.name}{public.replace(return_annotation=inspect.Signature.empty)}"
 
     def __repr__(self) -> str:
         return f"<op {self.usage()}; {', '.join(k.name for k in self.kernels)}>"

@@ -96,7 +96,7 @@ def page(op: Any) -> str:
 
 def precision(op: Op) -> str:
     """The promise in every dtype."""
-    promised = ", ".join(f"{d} {op.precision.tolerance(d):.1e}" for d in dtypes_of(op))
+    promised = ", ".join(f"{d} {op.precision.tolerance(d):.2g}" for d in dtypes_of(op))
     return f"{promised}: the largest error, relative to the largest element"
 
 
