@@ -1,0 +1,74 @@
+"""Products with a packed weight whose rows are decoded on the way.
+
+A weight ``W[n, k]`` is given as ``rows(start, count)``, a function that decodes some of its rows.
+Whole, it is a plain product.  A block of rows at a time, each block is decoded, used and forgotten
+while it is in cache: that bounds the memory, and on a CPU it is faster than the plain spelling for
+any number of activations.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+
+from ..numerics import product_precision, zeros
+from ..types import Array
+
+Rows = Callable[[int | Array, int], Array]
+
+BLOCK = 2**21  # decoded elements at a time: 8 MiB of float32, about a core's share of cache
+
+
+def block_rows(n: int, k: int) -> int:
+    """How many of ``n`` rows of ``k`` weights are decoded together.
+
+    A multiple of 8, so that a block begins at a whole word of any packed stream.
+    """
+    return min(n, max(8, BLOCK // max(k, 1) // 8 * 8))
+
+
+def fits_one_block(n: int, k: int) -> str | None:
+    """Why it would not pay to go block by block, or None."""
+    return f"{n} x {k} weights fit one block" if block_rows(n, k) == n else None
+
+
+def times_transposed(x: Array, rows: Rows, n: int) -> Array:
+    """x Wᵀ: ``[*batch, m, k]`` to ``[*batch, m, n]``."""
+    return jnp.einsum("...k,nk->...n", x, rows(0, n), precision=product_precision())
+
+
+def times(g: Array, rows: Rows, n: int) -> Array:
+    """g W: ``[*batch, m, n]`` to ``[*batch, m, k]``."""
+    return jnp.einsum("...n,nk->...k", g, rows(0, n), precision=product_precision())
+
+
+def times_transposed_blocked(x: Array, rows: Rows, n: int) -> Array:
+    """x Wᵀ, a block of rows at a time; the same values."""
+    size = block_rows(n, x.shape[-1])
+    flat = x.reshape(-1, x.shape[-1])
+
+    def columns(start, count):  # W stands first: XLA would transpose it for a single row of x
+        return jnp.einsum("nk,mk->nm", rows(start, count), flat, precision=product_precision())
+
+    starts = jnp.arange(n // size) * size
+    y = lax.map(lambda start: columns(start, size), starts).reshape(-1, flat.shape[0])
+    if rest := n % size:
+        y = jnp.concatenate([y, columns(n - rest, rest)])
+    return y.T.reshape(*x.shape[:-1], n)
+
+
+def times_blocked(g: Array, rows: Rows, n: int, k: int) -> Array:
+    """g W, a block of rows at a time; sums over the blocks in order."""
+    size = block_rows(n, k)
+    flat = g.reshape(-1, n)
+
+    def share(start, count):
+        part = lax.dynamic_slice_in_dim(flat, start, count, axis=1)
+        return jnp.einsum("mn,nk->mk", part, rows(start, count), precision=product_precision())
+
+    total = zeros((flat.shape[0], k), flat)
+    starts = jnp.arange(n // size) * size
+    total, _ = lax.scan(lambda sum, start: (sum + share(start, size), None), total, starts)
+    if rest := n % size:
+        total += share(n - rest, rest)
+    return total.reshape(*g.shape[:-1], k)

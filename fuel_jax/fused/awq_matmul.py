@@ -1,0 +1,215 @@
+"""Product with an AWQ weight: 4-bit codes, a zero point and a scale for each group of a row."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._op import Precision
+from ..numerics import wide
+from ..op_kind import FusedOps
+from ..registry import fused_op
+from ..types import Array, Floats, Halves, Words
+from ._frozen_weight import (
+    Rows,
+    fits_one_block,
+    times,
+    times_blocked,
+    times_transposed,
+    times_transposed_blocked,
+)
+
+PRECISION = Precision(float32=2e-6)
+
+
+def examples():
+    """One group a row; a batch of small groups whose zeros are padded; one word."""
+    rng = np.random.default_rng(25)
+    for batch, m, k, n, group_size, zeros_w in (
+        *(((), 3, 128, 5, 128, 1), ((2,), 2, 96, 3, 8, 4)),
+        ((), 1, 8, 1, 8, 1),
+    ):
+        yield {
+            "activations": jax.ShapeDtypeStruct((*batch, m, k), jnp.float32),
+            "weight": rng.integers(0, 2**32, (n, k // 8), np.uint32),
+            "zeros": rng.integers(0, 2**32, (n, zeros_w), np.uint32),
+            "scales": rng.uniform(0.02, 0.06, (n, 8 * zeros_w)).astype(np.float16),
+            "group_size": group_size,
+            "split_k_iters": 8,
+        }
+
+
+def backward_examples():
+    """The forward's, with the cotangent of its result."""
+    for example in examples():
+        shape = (*example.pop("activations").shape[:-1], example["weight"].shape[0])
+        yield {"upstream": jax.ShapeDtypeStruct(shape, jnp.float32), **example}
+
+
+def weight_rejects(weight, zeros, scales, group_size, split_k_iters) -> str | None:
+    """Groups that do not fill a row or have no zero or scale."""
+    k = 8 * weight.shape[1]
+    if group_size < 1 or k % group_size:
+        return (
+            f"parameter 'group_size' is {group_size} and 'weight' has {k} weights a row; groups "
+            f"must fill a row. Pass group_size={k} if a row is one group."
+        )
+    if split_k_iters < 1:
+        return f"parameter 'split_k_iters' is {split_k_iters}; it must be at least 1."
+    if 8 * zeros.shape[1] < k // group_size:
+        return (
+            f"'zeros' has {zeros.shape[1]} words a row, for {8 * zeros.shape[1]} groups; {k} "
+            f"weights in groups of {group_size} make {k // group_size}."
+        )
+    if scales.shape[1] != 8 * zeros.shape[1]:
+        return (
+            f"'scales' has {scales.shape[1]} columns and 'zeros' has {zeros.shape[1]} words a row; "
+            f"there must be 8 columns for each word. Pad the scales."
+        )
+    return None
+
+
+def rejects(activations, weight, zeros, scales, *, group_size, split_k_iters) -> str | None:
+    """Rows of another length than the weight's."""
+    if activations.shape[-1] != 8 * weight.shape[1]:
+        return (
+            f"'activations' has rows of {activations.shape[-1]} and 'weight' has "
+            f"{8 * weight.shape[1]} weights a row, eight a word; they must be equal."
+        )
+    return weight_rejects(weight, zeros, scales, group_size, split_k_iters)
+
+
+def backward_rejects(upstream, weight, zeros, scales, *, group_size, split_k_iters) -> str | None:
+    """Likewise; the cotangent's rows are an axis of the weight's already."""
+    return weight_rejects(weight, zeros, scales, group_size, split_k_iters)
+
+
+def nibbles(words: Array) -> Array:
+    """Eight codes a word, the lowest nibble first: ``[n, w]`` to ``[n, 8w]``."""
+    codes = (words[..., None] >> jnp.arange(0, 32, 4, dtype=jnp.uint32)) & 15
+    return codes.reshape(words.shape[0], 8 * words.shape[1])
+
+
+def decoder(
+    weight: Array, zeros: Array, scales: Array, dtype: jnp.dtype, *, group_size: int
+) -> Rows:
+    """Rows of the weight in ``dtype``."""
+    k = 8 * weight.shape[1]
+    groups = k // group_size
+    zero = nibbles(zeros)[:, :groups].astype(dtype)  # what follows is padding
+    scale = scales[:, :groups].astype(dtype)
+
+    def rows(start, count):
+        of = lambda x: lax.dynamic_slice_in_dim(x, start, count)
+        q = nibbles(of(weight)).astype(dtype).reshape(count, groups, group_size)
+        return ((q - of(zero)[..., None]) * of(scale)[..., None]).reshape(count, k)
+
+    return rows
+
+
+def declines(_, weight, *rest, **params) -> str | None:
+    """Small weights."""
+    return fits_one_block(weight.shape[0], 8 * weight.shape[1])
+
+
+@fused_op(
+    family="Backward",
+    precision=PRECISION,
+    outputs=("dactivations",),
+    frozen=("scales",),
+    matchable=False,
+    rejects=backward_rejects,
+    examples=backward_examples,
+)
+def awq_matmul_backward(
+    upstream: Floats[Array, "*batch m n"],
+    weight: Words[Array, "n words"],
+    zeros: Words[Array, "n zeros_w"],
+    scales: Halves[Array, "n scales_w"],
+    *,
+    group_size: int = 128,
+    split_k_iters: int = 8,
+) -> Floats[Array, "*batch m k"]:
+    """Gradient of :func:`awq_matmul`:  upstream @ W.
+
+    Args:
+        upstream: the cotangent of the result, ``[*batch, m, n]``.
+        weight: the forward's codes.
+        zeros: the forward's zero points.
+        scales: the forward's scales; frozen.
+        group_size: the forward's.
+        split_k_iters: the forward's.
+
+    Returns:
+        The cotangent of ``activations``, ``[*batch, m, k]``, in the dtype of ``upstream``.
+    """
+    g = wide(upstream)
+    rows = decoder(weight, zeros, scales, g.dtype, group_size=group_size)
+    return times(g, rows, weight.shape[0]).astype(upstream.dtype)
+
+
+@fused_op(
+    id=FusedOps.AWQ_MATMUL,
+    family="Quantized",
+    precision=PRECISION,
+    backward=awq_matmul_backward,
+    seed_backward="Decompose",
+    frozen=("scales",),
+    matchable=False,
+    rejects=rejects,
+    examples=examples,
+)
+def awq_matmul(
+    activations: Floats[Array, "*batch m k"],
+    weight: Words[Array, "n words"],
+    zeros: Words[Array, "n zeros_w"],
+    scales: Halves[Array, "n scales_w"],
+    *,
+    group_size: int = 128,
+    split_k_iters: int = 8,
+) -> Floats[Array, "*batch m n"]:
+    """activations @ Wᵀ,  W[n, k] = (code[n, k] − zero[n, g]) · scales[n, g],  g = k // group_size.
+
+    AutoAWQ's GEMV layout.  Weights are exact for F16 scales; products are summed in float32
+    (float64 for float64 activations) and rounded once.  The weight is frozen; ``activations`` has a
+    gradient.
+
+    Args:
+        activations: ``[*batch, m, k]``.
+        weight: eight codes a word, ``[n, k / 8]``; nibble i of a word, counted from the lowest, is
+            weight i.
+        zeros: zero points, ``[n, zeros_w]``: of group g nibble g % 8 of word g // 8.  Words beyond
+            the groups are padding.
+        scales: ``[n, 8 · zeros_w]``, F16; columns beyond the groups are padding.
+        group_size: weights that share a zero point and a scale; divides k.
+        split_k_iters: partial sums of Fuel's kernel, at least 1.  Changes nothing here.
+
+    Returns:
+        ``[*batch, m, n]`` in the dtype of ``activations``.
+
+    Raises:
+        ArgumentError: groups do not fill a row, or the operands disagree on their number.
+        NotDifferentiable: when ``scales`` is differentiated.
+
+    Source: Lin et al. 2023, arXiv:2306.00978; AutoAWQ ``modules/linear/gemv.py``.
+    """
+    x = wide(activations)
+    rows = decoder(weight, zeros, scales, x.dtype, group_size=group_size)
+    return times_transposed(x, rows, weight.shape[0]).astype(activations.dtype)
+
+
+@awq_matmul.kernel("blocked", platforms=("cpu",), declines=declines)
+def awq_matmul_blocked(activations, weight, zeros, scales, *, group_size, split_k_iters):
+    """The weight a block of rows at a time."""
+    x = wide(activations)
+    rows = decoder(weight, zeros, scales, x.dtype, group_size=group_size)
+    return times_transposed_blocked(x, rows, weight.shape[0]).astype(activations.dtype)
+
+
+@awq_matmul_backward.kernel("blocked", platforms=("cpu",), declines=declines)
+def awq_matmul_backward_blocked(upstream, weight, zeros, scales, *, group_size, split_k_iters):
+    """The weight a block of rows at a time."""
+    g = wide(upstream)
+    rows = decoder(weight, zeros, scales, g.dtype, group_size=group_size)
+    n, words = weight.shape
+    return times_blocked(g, rows, n, 8 * words).astype(upstream.dtype)

@@ -1,0 +1,208 @@
+"""Product with a 4-bit NormalFloat weight."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._op import Precision
+from ..numerics import wide
+from ..op_kind import FusedOps, OpKind
+from ..registry import fused_op
+from ..types import Array, Bytes, Floats, Wide
+from ._frozen_weight import (
+    Rows,
+    fits_one_block,
+    times,
+    times_blocked,
+    times_transposed,
+    times_transposed_blocked,
+)
+
+PRECISION = Precision(float32=2e-6)
+
+# Quantiles of a normal distribution, scaled to [−1, 1].  Dettmers et al. 2023, arXiv:2305.14314,
+# appendix E; these digits are bitsandbytes'.
+LEVELS = np.array(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ],
+    np.float32,
+)
+PAIRS = np.stack(np.meshgrid(LEVELS, LEVELS, indexing="ij"), -1).reshape(256, 2)  # of a byte
+
+
+def examples():
+    """A block a row; half a batch of small blocks, nibbles the other way round; one weight pair."""
+    rng = np.random.default_rng(21)
+    for batch, m, k, n, block_size in (
+        *(((), 3, 64, 5, 64), ((2,), 2, 48, 3, 8)),
+        ((), 1, 2, 1, 2),
+    ):
+        yield {
+            "activations": jax.ShapeDtypeStruct((*batch, m, k), jnp.float32),
+            "w_packed": rng.integers(0, 256, (n, k // 2), np.uint8),
+            "absmax": rng.uniform(0.5, 1.5, (n, k // block_size)).astype(np.float32),
+            "block_size": block_size,
+            "low_nibble_first": bool(batch),
+        }
+
+
+def backward_examples():
+    """The forward's, with the cotangent of its result."""
+    for example in examples():
+        shape = (*example.pop("activations").shape[:-1], example["w_packed"].shape[0])
+        yield {"upstream": jax.ShapeDtypeStruct(shape, jnp.float32), **example}
+
+
+def weight_rejects(w_packed, absmax, block_size) -> str | None:
+    """Blocks that do not fill a row."""
+    k = 2 * w_packed.shape[1]
+    if block_size < 1 or k % block_size:
+        return (
+            f"parameter 'block_size' is {block_size} and 'w_packed' has {k} weights a row; blocks "
+            f"must fill a row. (bitsandbytes counts blocks over the flat weight: where rows are no "
+            f"multiple of the block, quantise again.)"
+        )
+    if absmax.shape[1] != k // block_size:
+        return (
+            f"'absmax' has {absmax.shape[1]} blocks a row; {k} weights in blocks of {block_size} "
+            f"make {k // block_size}. Reshape bitsandbytes' flat absmax to [n, k / block_size]."
+        )
+    return None
+
+
+def rejects(activations, w_packed, absmax, *, block_size, low_nibble_first) -> str | None:
+    """Rows of another length than the weight's."""
+    if activations.shape[-1] != 2 * w_packed.shape[1]:
+        return (
+            f"'activations' has rows of {activations.shape[-1]} and 'w_packed' has "
+            f"{2 * w_packed.shape[1]} weights a row, two a byte; they must be equal."
+        )
+    return weight_rejects(w_packed, absmax, block_size)
+
+
+def backward_rejects(upstream, w_packed, absmax, *, block_size, low_nibble_first) -> str | None:
+    """Likewise; the cotangent's rows are an axis of the weight's already."""
+    return weight_rejects(w_packed, absmax, block_size)
+
+
+def decoder(w_packed: Array, absmax: Array, dtype: jnp.dtype, *, low_nibble_first: bool) -> Rows:
+    """Rows of the weight in ``dtype``."""
+    pairs = jnp.asarray(PAIRS[:, ::-1] if low_nibble_first else PAIRS, dtype)
+    k, blocks = 2 * w_packed.shape[1], absmax.shape[1]
+
+    def rows(start, count):
+        packed = lax.dynamic_slice_in_dim(w_packed, start, count)
+        scale = lax.dynamic_slice_in_dim(absmax, start, count).astype(dtype)
+        levels = pairs.at[packed].get(mode="promise_in_bounds")
+        blocked = levels.reshape(count, blocks, k // max(blocks, 1)) * scale[..., None]
+        return blocked.reshape(count, k)
+
+    return rows
+
+
+def declines(_, w_packed, *rest, **params) -> str | None:
+    """Small weights."""
+    return fits_one_block(w_packed.shape[0], 2 * w_packed.shape[1])
+
+
+@fused_op(
+    family="Backward",
+    precision=PRECISION,
+    outputs=("dactivations",),
+    frozen=("absmax",),
+    matchable=False,
+    rejects=backward_rejects,
+    examples=backward_examples,
+)
+def nf4_matmul_backward(
+    upstream: Floats[Array, "*batch m n"],
+    w_packed: Bytes[Array, "n half_k"],
+    absmax: Wide[Array, "n blocks"],
+    *,
+    block_size: int = 64,
+    low_nibble_first: bool = False,
+) -> Floats[Array, "*batch m k"]:
+    """Gradient of :func:`nf4_matmul`:  upstream @ W.
+
+    Args:
+        upstream: the cotangent of the result, ``[*batch, m, n]``.
+        w_packed: the forward's codes.
+        absmax: the forward's scales; frozen.
+        block_size: the forward's.
+        low_nibble_first: the forward's.
+
+    Returns:
+        The cotangent of ``activations``, ``[*batch, m, k]``, in the dtype of ``upstream``.
+    """
+    g = wide(upstream)
+    rows = decoder(w_packed, absmax, g.dtype, low_nibble_first=low_nibble_first)
+    return times(g, rows, w_packed.shape[0]).astype(upstream.dtype)
+
+
+@fused_op(
+    OpKind.Nf4Matmul,
+    id=FusedOps.NF4_MATMUL,
+    family="Quantized",
+    precision=PRECISION,
+    backward=nf4_matmul_backward,
+    frozen=("absmax",),
+    matchable=False,
+    rejects=rejects,
+    examples=examples,
+)
+def nf4_matmul(
+    activations: Floats[Array, "*batch m k"],
+    w_packed: Bytes[Array, "n half_k"],
+    absmax: Wide[Array, "n blocks"],
+    *,
+    block_size: int = 64,
+    low_nibble_first: bool = False,
+) -> Floats[Array, "*batch m n"]:
+    """activations @ Wᵀ,  W[n, k] = level[code[n, k]] · absmax[n, k // block_size].
+
+    The weights are those of bitsandbytes in float32; products are summed in float32 (float64 for
+    float64 activations) and rounded once.  Codes and scales are frozen; ``activations`` has a
+    gradient.
+
+    Args:
+        activations: ``[*batch, m, k]``.
+        w_packed: two codes a byte, ``[n, k / 2]``; weight 0 in the **high** nibble, as bitsandbytes
+            packs them.
+        absmax: the largest magnitude of each block, ``[n, k / block_size]``, F32 (F64 is taken).
+        block_size: weights that share a scale; divides k.
+        low_nibble_first: weight 0 in the low nibble instead, as Fuel packs them.
+
+    Returns:
+        ``[*batch, m, n]`` in the dtype of ``activations``.
+
+    Raises:
+        ArgumentError: blocks do not fill a row, or the operands disagree on ``k``.
+        NotDifferentiable: when ``absmax`` is differentiated.
+
+    Source: Dettmers et al. 2023, arXiv:2305.14314; bitsandbytes ``functional.quantize_4bit``.
+    """
+    x = wide(activations)
+    rows = decoder(w_packed, absmax, x.dtype, low_nibble_first=low_nibble_first)
+    return times_transposed(x, rows, w_packed.shape[0]).astype(activations.dtype)
+
+
+@nf4_matmul.kernel("blocked", platforms=("cpu",), declines=declines)
+def nf4_matmul_blocked(activations, w_packed, absmax, *, block_size, low_nibble_first):
+    """The weight a block of rows at a time."""
+    x = wide(activations)
+    rows = decoder(w_packed, absmax, x.dtype, low_nibble_first=low_nibble_first)
+    return times_transposed_blocked(x, rows, w_packed.shape[0]).astype(activations.dtype)
+
+
+@nf4_matmul_backward.kernel("blocked", platforms=("cpu",), declines=declines)
+def nf4_matmul_backward_blocked(upstream, w_packed, absmax, *, block_size, low_nibble_first):
+    """The weight a block of rows at a time."""
+    g = wide(upstream)
+    rows = decoder(w_packed, absmax, g.dtype, low_nibble_first=low_nibble_first)
+    n, half_k = w_packed.shape
+    return times_blocked(g, rows, n, 2 * half_k).astype(upstream.dtype)

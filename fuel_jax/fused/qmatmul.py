@@ -1,0 +1,212 @@
+"""Product with a weight in one of llama.cpp's block formats."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._op import Precision
+from ..op_kind import FusedOps, OpKind
+from ..registry import fused_op
+from ..types import Array, Wide, Words
+from ._frozen_weight import (
+    Rows,
+    fits_one_block,
+    times,
+    times_blocked,
+    times_transposed,
+    times_transposed_blocked,
+)
+from ._gguf_blocks import FORMATS, QuantType
+
+PRECISION = Precision(float32=2e-6)
+
+
+# Where a block of an example keeps its halves, and their size: weights come out near 0.3.
+HALVES = {"Q4_0": ((0,), 2**-5), "Q4K": ((0, 2), 2**-11), "Q6K": ((208,), 2**-13)}
+
+
+def stream(quant_type: str, k: int, n: int) -> np.ndarray:
+    """The weights of an example: random codes, scales of a trained layer's size."""
+    form = FORMATS[quant_type]
+    rng = np.random.default_rng(14)
+    blocks = rng.integers(0, 256, (n * k // form.weights, form.bytes), np.uint8)
+    places, size = HALVES[quant_type]
+    for at in places:
+        half = rng.normal(0, size, (len(blocks), 1)).astype("<f2")
+        blocks[:, at : at + 2] = half.view(np.uint8)
+    loose = blocks.reshape(-1)
+    return np.pad(loose, (0, -loose.size % 4)).view("<u4").astype(np.uint32)
+
+
+def examples():
+    """A super-block format, an odd half word with a batch, and one row of one block."""
+    for batch, m, k, n, quant_type in (
+        *(((), 3, 256, 5, "Q4K"), ((2,), 2, 32, 3, "Q4_0")),
+        ((), 1, 256, 1, "Q6K"),
+    ):
+        yield {
+            "a": jax.ShapeDtypeStruct((*batch, m, k), jnp.float32),
+            "w_q_bytes": stream(quant_type, k, n),
+            "quant_type": quant_type,
+            "k": k,
+            "n": n,
+        }
+
+
+def backward_examples():
+    """The forward's, with the cotangent of its result."""
+    for example in examples():
+        a = example.pop("a")
+        upstream = jax.ShapeDtypeStruct((*a.shape[:-1], example["n"]), jnp.float32)
+        yield {"upstream": upstream, **example}
+
+
+def stream_rejects(w_q_bytes, quant_type, k, n) -> str | None:
+    """Sizes that make no whole blocks, or other blocks than the stream holds."""
+    form = FORMATS[quant_type]
+    if k < 0 or k % form.weights:
+        return f"parameter 'k' is {k}; {quant_type} packs {form.weights} weights of a row together."
+    if n < 0:
+        return f"parameter 'n' is {n}; it must be at least 0."
+    words = -(-n * (k // form.weights) * form.bytes // 4)
+    if w_q_bytes.shape[0] != words:
+        return (
+            f"'w_q_bytes' has {w_q_bytes.shape[0]} words; {n} x {k} weights in {quant_type} fill "
+            f"{words}, the last one padded with zeros. Check 'n', 'k' and 'quant_type'."
+        )
+    return None
+
+
+def rejects(a, w_q_bytes, *, quant_type, k, n) -> str | None:
+    """Rows of another length than the weight's, or a stream of another size."""
+    if a.shape[-1] != k:
+        return f"'a' has rows of {a.shape[-1]} and parameter 'k' is {k}; they must be equal."
+    return stream_rejects(w_q_bytes, quant_type, k, n)
+
+
+def backward_rejects(upstream, w_q_bytes, *, quant_type, k, n) -> str | None:
+    """Likewise, for the cotangent."""
+    if upstream.shape[-1] != n:
+        return f"'upstream' has rows of {upstream.shape[-1]} and parameter 'n' is {n}."
+    return stream_rejects(w_q_bytes, quant_type, k, n)
+
+
+def decoder(words: Array, dtype: jnp.dtype, *, quant_type: str, k: int, n: int) -> Rows:
+    """Rows of the weight, float32 as ggml computes them, in ``dtype``."""
+    form = FORMATS[quant_type]
+    blocks = k // form.weights
+    row_bytes = blocks * form.bytes
+
+    def blocks_of(start, count):  # start is even: every format's bytes are, so it is a whole word
+        size = -(-count * row_bytes // 4)
+        part = lax.dynamic_slice_in_dim(words, start // 2 * (row_bytes // 2), size)
+        loose = lax.bitcast_convert_type(part, jnp.uint8).reshape(-1)  # lowest byte first
+        return loose[: count * row_bytes].reshape(count, blocks, form.bytes)
+
+    # Of all rows beforehand: inside a loop XLA would compute the scales anew for every weight.
+    d, m = form.scales(blocks_of(0, n))
+
+    def rows(start, count):
+        spread = lambda s: lax.dynamic_slice_in_dim(s, start, count)[..., None]
+        q = form.codes(blocks_of(start, count)).astype(jnp.float32)
+        w = q.reshape(count, *d.shape[1:], form.weights // d.shape[-1]) * spread(d)
+        w = w if m is None else w + spread(m)
+        return w.reshape(count, k).astype(dtype)
+
+    return rows
+
+
+def declines(_, w_q_bytes, *, quant_type, k, n) -> str | None:
+    """Small weights."""
+    return fits_one_block(n, k)
+
+
+@fused_op(
+    family="Backward",
+    precision=PRECISION,
+    outputs=("da",),
+    matchable=False,
+    rejects=backward_rejects,
+    examples=backward_examples,
+)
+def qmatmul_backward(
+    upstream: Wide[Array, "*batch m n"],
+    w_q_bytes: Words[Array, " words"],
+    *,
+    quant_type: QuantType,
+    k: int,
+    n: int,
+) -> Wide[Array, "*batch m k"]:
+    """Gradient of :func:`qmatmul`:  upstream @ W.
+
+    Args:
+        upstream: the cotangent of the result, ``[*batch, m, n]``.
+        w_q_bytes: the forward's weight.
+        quant_type: the forward's.
+        k: columns of the weight.
+        n: rows of the weight.
+
+    Returns:
+        The cotangent of ``a``, ``[*batch, m, k]``, in the dtype of ``upstream``.
+    """
+    return times(upstream, decoder(w_q_bytes, upstream.dtype, quant_type=quant_type, k=k, n=n), n)
+
+
+@fused_op(
+    OpKind.QMatMul,
+    id=FusedOps.QMATMUL,
+    family="Quantized",
+    precision=PRECISION,
+    backward=qmatmul_backward,
+    matchable=False,
+    rejects=rejects,
+    examples=examples,
+)
+def qmatmul(
+    a: Wide[Array, "*batch m k"],
+    w_q_bytes: Words[Array, " words"],
+    *,
+    quant_type: QuantType,
+    k: int,
+    n: int,
+) -> Wide[Array, "*batch m n"]:
+    """a @ Wᵀ with a weight W[n, k] in GGUF blocks, as llama.cpp stores them.
+
+    The weights are those of ggml to the bit; the activations are not quantised.  (llama.cpp's own
+    products round them to 8 bits first and differ by 1e-2.)  Products are summed in float32
+    (float64 for float64 activations).  The weight is frozen; ``a`` has a gradient.
+
+    Args:
+        a: activations ``[*batch, m, k]``, F32; F64 is taken as well.
+        w_q_bytes: the bytes of the rows of W one after the other, ``k / weights`` blocks each, as
+            U32 words: little-endian, the last one padded with zeros.
+        quant_type: the block format: ``Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q8_1`` with 32 weights a block,
+            ``Q2K Q3K Q4K Q5K Q6K`` with 256; these also as ggml spells them, ``Q4_K``.  Fuel's
+            ``Q4_K_M`` is Q4K.  (In llama.cpp that names a file, some of whose tensors are Q6_K.)
+        k: columns of W, a multiple of the block's weights.
+        n: rows of W.
+
+    Returns:
+        ``[*batch, m, n]`` in the dtype of ``a``.
+
+    Raises:
+        ArgumentError: ``k`` makes no whole blocks, or the stream holds another number of words.
+
+    Source: https://github.com/ggml-org/ggml, ggml-common.h (layouts) and ggml-quants.c.
+    """
+    return times_transposed(a, decoder(w_q_bytes, a.dtype, quant_type=quant_type, k=k, n=n), n)
+
+
+@qmatmul.kernel("blocked", platforms=("cpu",), declines=declines)
+def qmatmul_blocked(a, w_q_bytes, *, quant_type, k, n):
+    """The weight a block of rows at a time."""
+    rows = decoder(w_q_bytes, a.dtype, quant_type=quant_type, k=k, n=n)
+    return times_transposed_blocked(a, rows, n)
+
+
+@qmatmul_backward.kernel("blocked", platforms=("cpu",), declines=declines)
+def qmatmul_backward_blocked(upstream, w_q_bytes, *, quant_type, k, n):
+    """The weight a block of rows at a time."""
+    rows = decoder(w_q_bytes, upstream.dtype, quant_type=quant_type, k=k, n=n)
+    return times_blocked(upstream, rows, n, k)
