@@ -9,6 +9,8 @@ from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
 from ..types import Array, Floats
 
+PRECISION = Precision(float32=3e-6)
+
 
 def examples():
     """A plain product, a batch of them, and a single element."""
@@ -17,11 +19,55 @@ def examples():
         yield {"a": f32(*batch, m, k), "b": f32(*batch, k, n), "bias": f32(n)}
 
 
+def backward_examples():
+    """The forward's, with a cotangent for the bias."""
+    for example in examples():
+        a, b = example["a"], example["b"]
+        g = jax.ShapeDtypeStruct((*a.shape[:-1], b.shape[-1]), a.dtype)
+        yield {"a": a, "b": b, "upstream": g}
+
+
+@fused_op(
+    family="Backward",
+    precision=PRECISION,
+    outputs=("da", "db", "dbias"),
+    matchable=False,
+    examples=backward_examples,
+)
+def fused_linear_backward(
+    a: Floats[Array, "*batch m k"],
+    b: Floats[Array, "*batch k n"],
+    upstream: Floats[Array, "*batch m n"],
+) -> tuple[
+    Floats[Array, "*batch m k"],
+    Floats[Array, "*batch k n"],
+    Floats[Array, " n"],
+]:
+    """Gradient of :func:`fused_linear`:  g @ bᵀ,  aᵀ @ g,  Σ g over the rows.
+
+    Sums in float32 (float64 for float64 operands), each rounded once.
+
+    Args:
+        a: the forward's operand, ``[*batch, m, k]``.
+        b: the forward's operand, ``[*batch, k, n]``.
+        upstream: the cotangent ``g`` of the result, ``[*batch, m, n]``.
+
+    Returns:
+        The cotangents of ``a``, ``b`` and ``bias``.
+    """
+    # Products of half operands, not of a widened g: those would run without tensor cores.
+    da = jnp.matmul(upstream, b.mT, precision=product_precision())
+    db = jnp.matmul(a.mT, upstream, precision=product_precision())
+    dbias = jnp.sum(wide(upstream), axis=tuple(range(upstream.ndim - 1)))
+    return da, db, dbias.astype(a.dtype)
+
+
 @fused_op(
     OpKind.FusedLinear,
     id=FusedOps.FUSED_LINEAR,
     family="Forward",
-    precision=Precision(float32=3e-6),
+    precision=PRECISION,
+    backward=fused_linear_backward,
     examples=examples,
 )
 def fused_linear(

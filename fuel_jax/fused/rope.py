@@ -9,6 +9,8 @@ from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
 from ..types import Array, Floats
 
+PRECISION = Precision(float32=2e-6)
+
 
 def examples():
     """Heads that share tables, a table per sequence, and the narrowest head."""
@@ -18,7 +20,13 @@ def examples():
     yield {"x": f32(1, 2), "cos": f32(1, 2), "sin": f32(1, 2)}
 
 
-def rejects(x, cos, sin) -> str | None:
+def backward_examples():
+    """The forward's, with a cotangent."""
+    for example in examples():
+        yield example | {"upstream": example["x"]}
+
+
+def rejects(x, cos, *rest) -> str | None:
     """Sizes the annotations cannot express."""
     if x.shape[-1] % 2:
         return f"'x' has rows of {x.shape[-1]}; rotary halves need an even width. Pad the head."
@@ -33,11 +41,62 @@ def rejects(x, cos, sin) -> str | None:
     return None
 
 
+def swapped(v: Array, sign: int) -> Array:
+    """The halves exchanged: (−hi, lo) for sign −1, its transpose (hi, −lo) for sign 1."""
+    lo, hi = jnp.split(v, 2, axis=-1)
+    return jnp.concatenate([sign * hi, -sign * lo], axis=-1)
+
+
+def summed(y: Array, table: Array) -> Array:
+    """``y`` summed over the axes along which ``table`` was repeated."""
+    new = y.ndim - table.ndim
+    repeated = [new + i for i, n in enumerate(table.shape) if n != y.shape[new + i]]
+    return jnp.sum(y, axis=(*range(new), *repeated)).reshape(table.shape).astype(table.dtype)
+
+
+@fused_op(
+    family="Backward",
+    precision=PRECISION,
+    outputs=("dx", "dcos", "dsin"),
+    rejects=rejects,
+    matchable=False,
+    examples=backward_examples,
+)
+def rope_backward(
+    x: Floats[Array, "*shape s d"],
+    cos: Floats[Array, "*tables s d"],
+    sin: Floats[Array, "*tables s d"],
+    upstream: Floats[Array, "*shape s d"],
+) -> tuple[
+    Floats[Array, "*shape s d"],
+    Floats[Array, "*tables s d"],
+    Floats[Array, "*tables s d"],
+]:
+    """Gradient of :func:`rope`:  g·cos + ((g·sin)_hi, −(g·sin)_lo),  Σ g·x,  Σ g·(−x_hi, x_lo).
+
+    Also where the halves of a table differ.  In float32 (float64 for float64 operands), rounded
+    once; the sums are over the axes along which a table is repeated.
+
+    Args:
+        x: the forward's operand, ``[..., s, d]``.
+        cos: the forward's table.
+        sin: the forward's table.
+        upstream: the cotangent ``g`` of the result, like ``x``.
+
+    Returns:
+        The cotangents of ``x``, ``cos`` and ``sin``.
+    """
+    v, c, s, g = wide(x), wide(cos), wide(sin), wide(upstream)
+    dx = g * c + swapped(g * s, 1)
+    return dx.astype(x.dtype), summed(g * v, cos), summed(g * swapped(v, -1), sin)
+
+
 @fused_op(
     OpKind.Rope,
     id=FusedOps.ROPE,
     family="Forward",
-    precision=Precision(float32=2e-6),
+    precision=PRECISION,
+    backward=rope_backward,
     rejects=rejects,
     examples=examples,
 )
@@ -65,5 +124,4 @@ def rope(
     Source: Su et al. 2021, arXiv:2104.09864, eq. 34, with halves for pairs.
     """
     v, c, s = wide(x), wide(cos), wide(sin)
-    lo, hi = jnp.split(v, 2, axis=-1)
-    return (v * c + jnp.concatenate([-hi, lo], axis=-1) * s).astype(x.dtype)
+    return (v * c + swapped(v, -1) * s).astype(x.dtype)
