@@ -83,7 +83,8 @@ class FusedOp(Op[P, R], jax.custom_vjp[R]):
 
     def _core(self, call: Call, *arrays: Any) -> Any:
         """The op as JAX's custom_vjp sees it: static half first, every operand present."""
-        return jax.custom_vjp.__call__(self, call, *arrays)
+        guarded = map(self._guarded, self.signature.names(arrays), arrays)
+        return jax.custom_vjp.__call__(self, call, *guarded)
 
     # -- differentiating -------------------------------------------------------------------
 
@@ -105,7 +106,6 @@ class FusedOp(Op[P, R], jax.custom_vjp[R]):
 
     def _save(self, call: Call, *primals: Any) -> tuple[Any, dict[str, Any]]:
         """Run the op, and keep what the backward names among its operands."""
-        self._refuse_gradient(primals)
         arrays = [None if p is None else p.value for p in primals]
         asked = call.params
         params = asked | (self._returning_all() if isinstance(self.backward, FusedOp) else {})
@@ -144,24 +144,22 @@ class FusedOp(Op[P, R], jax.custom_vjp[R]):
             )
         return dict(zip(self.wrt, grads, strict=True))
 
-    def _refuse_gradient(self, primals: Sequence[Any]) -> None:
-        """A gradient is right or it is an error, raised when somebody asks for it and only then."""
-        asked = [
-            n for n, p in zip(self.inputs, primals, strict=True) if p is not None and p.perturbed
-        ]
-        if not asked:
-            return
-        if self.backward == "none":
-            raise NotDifferentiable(
-                f"{self.name}: no gradient for {asked[0]!r}; it has none at all. Wrap it in "
-                f"jax.lax.stop_gradient, or differentiate {self.name}.decompose."
-            )
-        for name in asked:
-            if name in self.frozen:
-                raise NotDifferentiable(
-                    f"{self.name}: no gradient for {name!r}; it has one for {', '.join(self.wrt)}. "
-                    f"Wrap {name} in jax.lax.stop_gradient, or differentiate {self.name}.decompose."
-                )
+    def _guarded(self, name: str, x: Any) -> Any:
+        """``x``, refusing to be differentiated if the op has no gradient for it.
+
+        A gradient is right or it is an error, raised when somebody asks for it and only then.  The
+        forward rule could see that too, but an error out of it would leave JAX unable to
+        differentiate the same trace with respect to the other operands.
+        """
+        operand = self.inputs[0] if self.signature.variadic else name
+        if x is None or operand in self.wrt or not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        has = f"one for {', '.join(self.wrt)}" if self.wrt else "none at all"
+        return undifferentiable(
+            x,
+            f"{self.name}: no gradient for {name!r}; it has {has}. Wrap {name} in "
+            f"jax.lax.stop_gradient, or differentiate {self.name}.decompose.",
+        )
 
     # -- outputs and cotangents by name ----------------------------------------------------
 
@@ -206,3 +204,15 @@ def materialise(ct: Any) -> Any:
         return ct
     aval: Any = ct.aval
     return jnp.zeros_like(aval)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def undifferentiable(x: Any, why_not: str) -> Any:
+    """``x``; whoever differentiates it gets the error."""
+    return x
+
+
+@undifferentiable.defjvp
+def refuse(why_not: str, primals: Any, tangents: Any) -> Any:
+    """Reached only if ``x`` has a tangent."""
+    raise NotDifferentiable(why_not)

@@ -13,7 +13,7 @@ from ..types import Array, Floats
 
 def examples():
     """A cube, a reciprocal square, and the exponent whose power is constant."""
-    x = np.linspace(0.4, 2.0, 33, dtype=np.float32).reshape(3, 11)
+    x = np.linspace(0.8, 2.0, 33, dtype=np.float32).reshape(3, 11)
     for exponent in (3, -2, 0):
         yield {"x": x, "upstream": x[::-1].copy(), "exp": exponent}
 
