@@ -1,0 +1,219 @@
+"""Softmax cross entropy with integer targets, and its backward."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import checkify
+
+from .._op import Precision
+from ..numerics import uncontracted, wide
+from ..op_kind import FusedOps, OpKind
+from ..registry import fused_op
+from ..types import Array, Floats, Indices, Reduction, Single, Wide
+
+PRECISION = Precision(float32=3e-6, float64=2e-7)  # the loss is F32 beside F64 logits, too
+
+
+def examples():
+    """Each reduction; ignored rows among others, and alone; a single row."""
+    for shape, targets, reduction, ignore_index in (
+        ((4, 11), [3, -100, 10, 0], "mean", -100),
+        ((2, 3, 7), [[0, 6, 1], [1, 2, 1]], "none", 1),
+        ((5,), 4, "sum", -100),
+        ((2, 3), [-100, -100], "mean", -100),
+    ):
+        yield {
+            "logits": jax.ShapeDtypeStruct(shape, jnp.float32),
+            "targets": np.array(targets, np.int32),
+            "reduction": reduction,
+            "ignore_index": ignore_index,
+        }
+
+
+def expects(logits, targets, *, ignore_index, **_) -> None:
+    """Targets are classes, or ignored."""
+    kept, label = classes(targets, logits.shape[-1], ignore_index)
+    checkify.debug_check(
+        jnp.all(~kept | (label >= 0)),
+        "fused_softmax_cross_entropy: a target is neither a class nor ignore_index",
+    )
+
+
+def classes(targets: Array, count: int, ignore_index: int) -> tuple[Array, Array]:
+    """Which rows are kept, and the class of each in int32, −1 where the target names none.
+
+    Compared in the dtype of the targets, so that none wraps: 2³² − 1 is no class, and not −1.
+    """
+    limits = jnp.iinfo(targets.dtype)
+    t = targets.astype(jnp.int32) if targets.dtype.itemsize < 4 else targets
+    if count == 0:  # as in Fuel: where there is nothing to choose from, nothing is lost
+        kept = jnp.full(t.shape, False)
+    elif limits.min <= ignore_index <= limits.max:
+        kept = t != ignore_index
+    else:
+        kept = jnp.full(t.shape, True)
+    return kept, jnp.where((t < 0) | (t >= count), -1, t).astype(jnp.int32)
+
+
+def averaged(kept: Array) -> Array:
+    """Number of rows in the mean; 1 if there are none, so that nothing kept gives 0."""
+    return jnp.maximum(jnp.sum(kept), 1)
+
+
+def poison(kept: Array, label: Array, dtype) -> Array:
+    """A factor that makes NaN of a row whose target is no class, and of its gradient."""
+    return jnp.where(kept & (label < 0), jnp.nan, 1).astype(dtype)
+
+
+def row_losses(logits: Array, label: Array) -> tuple[Array, Array]:
+    """−ln p of the label, and ln Σ exp, over the last axis."""
+    v = wide(logits)
+    # From the least finite number: the sum over a row of −inf is then 0, and its logarithm −inf.
+    m = lax.stop_gradient(jnp.max(v, -1, keepdims=True, initial=jnp.finfo(v.dtype).min))
+    log_sum = jnp.log(jnp.sum(jnp.exp(uncontracted(v) - m), -1))
+    m = jnp.squeeze(m, -1)
+    if logits.shape[-1] == 0:
+        return jnp.zeros_like(m), log_sum
+    at = jnp.maximum(label, 0)[..., None]
+    picked = wide(jnp.squeeze(jnp.take_along_axis(logits, at, -1, mode="clip"), -1))
+    # Differences of logits first: ln Σ exp is rounded, by 4e-6 where it is 100.
+    return log_sum + (m - picked), log_sum + m
+
+
+@fused_op(family="Backward", precision=PRECISION, outputs=("dlogits",), matchable=False)
+def fused_softmax_cross_entropy_backward(
+    logits: Floats[Array, "*rows v"],
+    targets: Indices[Array, "*rows"],
+    lse: Wide[Array, "*rows"],
+    upstream: Single[Array, "*reduced"],
+    dlse: Wide[Array, "*rows"] | None = None,
+    *,
+    reduction: Reduction,
+    ignore_index: int,
+) -> Floats[Array, "*rows v"]:
+    """Gradient of :func:`fused_softmax_cross_entropy`:  g · (p − onehot) + dlse · p.
+
+    The softmax p is formed again from the logits; nothing but the gradient has their size.
+
+    Args:
+        logits: as in the forward, ``[*rows, v]``.
+        targets: as in the forward, ``[*rows]``.
+        lse: the forward's ln Σ exp(logits), ``[*rows]``.
+        upstream: cotangent ``g`` of the loss, a scalar or ``[*rows]``.
+        dlse: cotangent of ``lse``, if it was used.
+        reduction: as in the forward.
+        ignore_index: as in the forward.
+
+    Returns:
+        The cotangent of ``logits``, like them: 0 in ignored rows, NaN where a target is no class.
+    """
+    kept, label = classes(targets, logits.shape[-1], ignore_index)
+    g = upstream.astype(lse.dtype)
+    if reduction == "mean":
+        g = g / averaged(kept).astype(g.dtype)
+    g = jnp.where(kept, g * poison(kept, label, g.dtype), 0)
+    weight, unused = g, ~kept & ~jnp.isfinite(lse)
+    if dlse is not None:
+        weight, unused = weight + dlse, unused & (dlse == 0)
+    v = wide(logits)
+    # As uncontracted does, in other words: XLA would compute those once for forward and backward,
+    # and keep the array in between.
+    v = jnp.maximum(v, jnp.finfo(v.dtype).min)
+    e = jnp.exp(v - lax.stop_gradient(lse)[..., None])
+    # The sum is 1 but for the rounding of lse, which it takes out of p again.
+    p = e * (weight / jnp.sum(e, -1))[..., None]
+    here = jnp.arange(logits.shape[-1], dtype=jnp.int32) == label[..., None]
+    d = jnp.where(here, p - g[..., None], p)
+    # An ignored row may hold anything.
+    return jnp.where(unused[..., None], 0, d).astype(logits.dtype)
+
+
+@fused_op(
+    OpKind.FusedSoftmaxCrossEntropy,
+    id=FusedOps.FUSED_SOFTMAX_CROSS_ENTROPY,
+    family="Forward",
+    precision=PRECISION,
+    backward=fused_softmax_cross_entropy_backward,
+    seed_backward="Decompose",
+    outputs=("loss", "lse"),
+    expects=expects,
+    matchable=False,
+    examples=examples,
+)
+def fused_softmax_cross_entropy(
+    logits: Floats[Array, "*rows v"],
+    targets: Indices[Array, "*rows"],
+    *,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    return_lse: bool = False,
+) -> Array | tuple[Array, Array]:
+    """Negative log probability of the target:  ln Σ exp(logits) − logits[target].
+
+    Sums in float32 (float64 for float64 logits); the loss is float32.  The probabilities are never
+    stored, nor is anything else of the logits' size but their gradient.
+
+    Args:
+        logits: ``[*rows, v]``.
+        targets: the class of each row, ``[*rows]``, any integer dtype.  One that is neither in
+            ``[0, v)`` nor ``ignore_index`` makes its row NaN, and its gradient.
+        reduction: ``"mean"`` over the rows kept, ``"sum"`` of them, or ``"none"``.
+        ignore_index: rows with this target are not kept: loss and gradient are 0, whatever the
+            logits.  It may be a class; the other rows keep that in their sum.
+        return_lse: also return ln Σ exp(logits), of ignored rows too.  It is differentiable: its
+            square is the z-loss.
+
+    Returns:
+        The loss in F32: a scalar, or ``[*rows]`` without reduction.  0 if no row is kept, or v is
+        0.  With ``return_lse`` the pair ``(loss, lse)``; lse is ``[*rows]`` in F32 (F64 for F64).
+    """
+    return reduced(row_losses, logits, targets, reduction, ignore_index, return_lse)
+
+
+def reduced(rows, logits, targets, reduction, ignore_index, return_lse):
+    """What the op returns, of the losses of ``rows(logits, label)``."""
+    kept, label = classes(targets, logits.shape[-1], ignore_index)
+    losses, lse = rows(logits, label)
+    loss = jnp.where(kept, losses * poison(kept, label, losses.dtype), 0)
+    if reduction != "none":
+        loss = jnp.sum(loss)
+    if reduction == "mean":
+        loss = loss / averaged(kept).astype(loss.dtype)
+    loss = loss.astype(jnp.float32)
+    return (loss, lse) if return_lse else loss
+
+
+# -- on the CPU ----------------------------------------------------------------------------
+
+ROWS = 8  # enough for XLA to spread over threads, few enough to stay in their caches
+
+
+def fits_in_cache(logits, targets, **_) -> str | None:
+    """Where going over all rows twice costs no memory traffic."""
+    if math.prod(logits.shape) < 2**22 or logits.shape[-1] < 4096:
+        return "all rows at once are as fast where they are short, or few"
+    return None
+
+
+@fused_softmax_cross_entropy.kernel("rows", platforms=("cpu",), declines=fits_in_cache)
+def by_rows(logits, targets, *, reduction, ignore_index, return_lse):
+    """A few rows at a time: they stay in cache between their maximum and their sum."""
+
+    def rows(logits, label):
+        count = math.prod(label.shape)
+        together = math.gcd(count, ROWS)
+        stored = logits
+        if logits.dtype.itemsize == 2:  # to slice halves, XLA's CPU backend widens them all
+            stored = lax.bitcast_convert_type(logits, jnp.uint16)
+        blocks = (
+            stored.reshape(count // together, together, -1),
+            label.reshape(count // together, together),
+        )
+        read = lambda x: lax.bitcast_convert_type(x, logits.dtype)
+        found = lax.map(lambda block: row_losses(wide(read(block[0])), block[1]), blocks)
+        return jax.tree.map(lambda y: y.reshape(label.shape), found)
+
+    return reduced(rows, logits, targets, reduction, ignore_index, return_lse)

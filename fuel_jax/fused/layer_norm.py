@@ -1,0 +1,105 @@
+"""Layer normalisation over the last axis, and its backward."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._op import Precision
+from ..numerics import wide
+from ..op_kind import FusedOps, OpKind
+from ..registry import fused_op
+from ..types import Array, Floats
+
+PRECISION = Precision(float32=2e-6)
+
+
+def examples():
+    """A model's width, and an awkward one."""
+    for shape in ((4, 512), (2, 3, 40)):
+        yield {"x": jax.ShapeDtypeStruct(shape, jnp.float32), "eps": 1e-5}
+
+
+def backward_examples():
+    """The forward's, with a cotangent."""
+    for example in examples():
+        yield example | {"upstream": example["x"]}
+
+
+def rejects(x, *rest, eps) -> str | None:
+    """A negative eps, or one that is no number."""
+    return None if eps >= 0 else f"parameter 'eps' is {eps}; it must be at least 0. Pass 1e-5."
+
+
+def centred(x: Array, eps: float) -> tuple[Array, Array]:
+    """x − mean, and 1/√(variance + eps), of each row; the variance in a second pass."""
+    v = wide(x)
+    d = v - jnp.mean(v, -1, keepdims=True)
+    return d, lax.rsqrt(jnp.mean(jnp.square(d), -1, keepdims=True) + eps)
+
+
+@fused_op(
+    OpKind.LayerNormLastDimBackward,
+    id=FusedOps.LAYER_NORM_LAST_DIM_BACKWARD,
+    family="Backward",
+    precision=PRECISION,
+    outputs=("dx",),
+    rejects=rejects,
+    matchable=False,
+    examples=backward_examples,
+)
+def layer_norm_last_dim_backward(
+    x: Floats[Array, "*batch d"], upstream: Floats[Array, "*batch d"], *, eps: float = 1e-5
+) -> Floats[Array, "*batch d"]:
+    """Gradient of :func:`layer_norm_last_dim`:  r · (g − mean(g) − y · mean(g·y)).
+
+    y is the forward's result, r = 1/√(variance + eps).  Sums in float32 (float64 for float64 operands), rounded once.
+
+    Args:
+        x: the forward's operand, ``[*batch, d]``.
+        upstream: the cotangent ``g`` of the result, like ``x``.
+        eps: the forward's ``eps``.
+
+    Returns:
+        The cotangent of ``x``, like ``x``.
+    """
+    d, r = centred(x, eps)
+    g = wide(upstream)
+    g = g - jnp.mean(g, -1, keepdims=True)
+    dx = r * (g - d * (jnp.square(r) * jnp.mean(g * d, -1, keepdims=True)))
+    return dx.astype(x.dtype)
+
+
+@fused_op(
+    OpKind.LayerNormLastDim,
+    id=FusedOps.LAYER_NORM_LAST_DIM,
+    family="Norm",
+    precision=PRECISION,
+    backward=layer_norm_last_dim_backward,
+    seed_backward="Fused(layer_norm_last_dim_backward)",
+    rejects=rejects,
+    examples=examples,
+)
+def layer_norm_last_dim(
+    x: Floats[Array, "*batch d"], *, eps: float = 1e-5
+) -> Floats[Array, "*batch d"]:
+    """Subtract each row's mean, divide by its deviation:  (x − mean(x)) / √(variance + eps).
+
+    The variance is mean((x − mean(x))²), in a second pass over the row: rows like 10⁴ + noise keep
+    theirs.  Sums in float32 (float64 for float64 operands), rounded once.  No gain or bias: apply them to
+    the result.
+
+    Args:
+        x: ``[*batch, d]``.
+        eps: added to the variance, at least 0.
+
+    Returns:
+        An array like ``x``.
+
+    Raises:
+        ShapeError: ``x`` is a scalar, or not of floats.
+        ArgumentError: ``eps`` is negative.
+
+    Source: Ba, Kiros & Hinton 2016, arXiv:1607.06450, eq. 3, without gain and bias.
+    """
+    d, r = centred(x, eps)
+    return (d * r).astype(x.dtype)
