@@ -1,4 +1,6 @@
-"""Two-dimensional convolution."""
+"""Two-dimensional convolution, and its backward."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,9 @@ from ..numerics import product_precision, wide
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
 from ..types import Array, Floats, Pair
+from ._conv_taps import MOST_TAPS, depthwise, weight_gradient
+
+PRECISION = Precision(float32=3e-6)
 
 
 def examples():
@@ -29,7 +34,13 @@ def reach(w, dilation: Pair) -> list[int]:
     return [d * (k - 1) + 1 for d, k in zip(dilation, w.shape[2:], strict=True)]
 
 
-def rejects(x, w, bias, *, stride, padding, dilation, groups) -> str | None:
+def extents(x, w, stride: Pair, padding: Pair, dilation: Pair) -> tuple[int, ...]:
+    """Output extent, per axis."""
+    rows = zip(x.shape[2:], reach(w, dilation), stride, padding, strict=True)
+    return tuple((n + 2 * p - r) // s + 1 for n, r, s, p in rows)
+
+
+def rejects(x, w, *rest, stride, padding, dilation, groups) -> str | None:
     """Sizes and parameters the annotations cannot express."""
     if min(stride) < 1 or min(dilation) < 1 or min(padding) < 0:
         return (
@@ -55,11 +66,96 @@ def rejects(x, w, bias, *, stride, padding, dilation, groups) -> str | None:
     return None
 
 
+def backward_rejects(x, w, upstream, *rest, **window) -> str | None:
+    """What the forward rejects, and a cotangent of another shape than its result."""
+    if reason := rejects(x, w, **window):
+        return reason
+    out = extents(x, w, window["stride"], window["padding"], window["dilation"])
+    if upstream.shape[2:] != out:
+        return f"'upstream' is {upstream.shape[2:]} high and wide, the result {out}. Pass its own."
+    return None
+
+
+def backward_examples():
+    """The forward's, with a cotangent."""
+    for example in examples():
+        x, w = example["x"], example["w"]
+        out = extents(x, w, example["stride"], example["padding"], example["dilation"])
+        g = jax.ShapeDtypeStruct((x.shape[0], w.shape[0], *out), x.dtype)
+        yield example | {"upstream": g}
+
+
+def convolved(x, w, *, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> Array:
+    """Without a bias, in the dtype of the operands."""
+    return lax.conv_general_dilated(
+        x,
+        w,
+        window_strides=stride,
+        padding=[(p, p) for p in padding],
+        rhs_dilation=dilation,
+        feature_group_count=groups,
+        precision=product_precision(),
+    )
+
+
+def with_bias(y: Array, bias: Array | None) -> Array:
+    """``y`` and the bias of each channel, in the dtype it is summed in."""
+    return y if bias is None else wide(y) + wide(bias)[:, None, None]
+
+
+def bias_gradient(g: Array, bias: Array | None) -> Array | None:
+    """Cotangent of the bias, where there is one."""
+    return None if bias is None else jnp.sum(wide(g), axis=(0, 2, 3)).astype(bias.dtype)
+
+
+@fused_op(
+    family="Backward",
+    precision=PRECISION,
+    outputs=("dx", "dw", "dbias"),
+    rejects=backward_rejects,
+    matchable=False,
+    examples=backward_examples,
+)
+def conv2d_backward(
+    x: Floats[Array, "n c_in h w"],
+    w: Floats[Array, "c_out c_in_per_group kh kw"],
+    upstream: Floats[Array, "n c_out h_out w_out"],
+    bias: Floats[Array, " c_out"] | None = None,
+    *,
+    stride: Pair = (1, 1),
+    padding: Pair = (0, 0),
+    dilation: Pair = (1, 1),
+    groups: int = 1,
+) -> tuple[Array, Array, Array | None]:
+    """Gradient of :func:`conv2d`:  each product to its two factors.
+
+    Sums in float32 (float64 for float64 operands), each rounded once.
+
+    Args:
+        x: the forward's operand, ``[n, c_in, h, w]``.
+        w: the forward's kernel.
+        upstream: the cotangent of the result, ``[n, c_out, h_out, w_out]``.
+        bias: the forward's, or None; only whether there is one matters.
+        stride: the forward's.
+        padding: the forward's.
+        dilation: the forward's.
+        groups: the forward's.
+
+    Returns:
+        The cotangents of ``x``, ``w`` and ``bias``.
+    """
+    window = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    pull = jax.vjp(functools.partial(convolved, **window), wide(x), wide(w))[1]
+    dx, dw = pull(wide(upstream))
+    return dx.astype(x.dtype), dw.astype(w.dtype), bias_gradient(upstream, bias)
+
+
 @fused_op(
     OpKind.Conv2D,
     id=FusedOps.CONV2D,
     family="Forward",
-    precision=Precision(float32=3e-6),
+    precision=PRECISION,
+    backward=conv2d_backward,
     rejects=rejects,
     matchable=False,
     examples=examples,
@@ -95,15 +191,80 @@ def conv2d(
         ArgumentError: groups that do not divide the channels, a kernel larger than the padded
             input, a stride or dilation below 1.
     """
-    y = lax.conv_general_dilated(
-        wide(x),
-        wide(w),
-        window_strides=stride,
-        padding=[(p, p) for p in padding],
-        rhs_dilation=dilation,
-        feature_group_count=groups,
-        precision=product_precision(),
-    )
+    window = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    return with_bias(convolved(wide(x), wide(w), **window), bias).astype(x.dtype)
+
+
+# -- kernels -------------------------------------------------------------------------------
+
+
+def not_half(x, *rest, **window) -> str | None:
+    """Operands for which the form in the operands' dtype is the decomposition."""
+    return None if x.dtype.itemsize == 2 else f"operands are {x.dtype.name}, not of a half type"
+
+
+def rounds_twice(x, w, bias, **window) -> str | None:
+    """Operands for which the form in the operands' dtype is not the decomposition rounded once."""
     if bias is not None:
-        y = y + wide(bias)[:, None, None]
-    return y.astype(x.dtype)
+        return "its sums are rounded before the bias could be added"
+    return not_half(x)
+
+
+@conv2d.kernel("half", platforms=("cuda",), refuses=rounds_twice)
+def in_half(x, w, bias, *, interpret: bool = False, **window):
+    """Half operands as they are: cuDNN sums them in float32 and rounds the sums.
+
+    Widened ones run without tensor cores, twelve times slower on an H200.
+    """
+    return convolved(x, w, **window)
+
+
+@conv2d_backward.kernel("half", platforms=("cuda",), refuses=not_half)
+def backward_in_half(x, w, upstream, bias, *, interpret: bool = False, **window):
+    """Half operands as they are."""
+    dx, dw = jax.vjp(functools.partial(convolved, **window), x, w)[1](upstream)
+    return dx, dw, bias_gradient(upstream, bias)
+
+
+def is_depthwise(x, groups: int) -> bool:
+    """Whether each group reads one channel, of several."""
+    return groups == x.shape[1] > 1
+
+
+def not_depthwise(x, w, *rest, groups, **window) -> str | None:
+    """Kernels that are no sum of shifted copies."""
+    return None if is_depthwise(x, groups) else "its groups have several input channels"
+
+
+def too_many(x, w, *rest, groups, **window) -> str | None:
+    """Kernels too large to unroll."""
+    taps = w.shape[2] * w.shape[3]
+    return None if taps <= MOST_TAPS else f"{taps} taps; it unrolls {MOST_TAPS} at most"
+
+
+def dense(x, w, *rest, groups, **window) -> str | None:
+    """Kernels for which XLA's own program is as fast."""
+    if groups == 1 and w.shape[2:] != (1, 1):
+        return "dense convolutions are as fast without"
+    return too_many(x, w, groups=groups)
+
+
+@conv2d.kernel("taps", platforms=("cpu",), refuses=not_depthwise, declines=too_many)
+def by_taps(x, w, bias, *, groups, stride, padding, dilation):
+    """A sum of shifted copies."""
+    out = extents(x, w, stride, padding, dilation)
+    y = depthwise(wide(x), wide(w), out, stride=stride, padding=padding, dilation=dilation)
+    return with_bias(y, bias).astype(x.dtype)
+
+
+@conv2d_backward.kernel("taps", platforms=("cpu",), declines=dense)
+def backward_by_taps(x, w, upstream, bias, *, groups, **window):
+    """The kernel's cotangent as a product per tap, that of x as XLA has it, or shifted copies."""
+    v, g, kernel = wide(x), wide(upstream), w.shape[2:]
+    dw = weight_gradient(v, g, kernel, groups=groups, **window)
+    if is_depthwise(x, groups):
+        forward = lambda v: depthwise(v, wide(w), g.shape[2:], **window)
+    else:
+        forward = lambda v: convolved(v, wide(w), groups=groups, **window)
+    (dx,) = jax.vjp(forward, v)[1](g)
+    return dx.astype(x.dtype), dw.astype(w.dtype), bias_gradient(upstream, bias)

@@ -1,4 +1,4 @@
-"""Transposed two-dimensional convolution."""
+"""Transposed two-dimensional convolution, and its backward."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,10 @@ from ..numerics import product_precision, wide
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
 from ..types import Array, Floats, Pair
+from ._conv_taps import weight_gradient
+from .conv2d import bias_gradient, convolved, dense, not_half, rounds_twice, with_bias
+
+PRECISION = Precision(float32=3e-6)
 
 
 def examples():
@@ -25,7 +29,7 @@ def examples():
     }
 
 
-def rejects(x, w, bias, *, stride, padding, output_padding, dilation, groups) -> str | None:
+def rejects(x, w, bias=None, *, stride, padding, output_padding, dilation, groups) -> str | None:
     """Sizes and parameters the annotations cannot express."""
     if min(stride) < 1 or min(dilation) < 1 or min(padding) < 0 or min(output_padding) < 0:
         return (
@@ -58,11 +62,111 @@ def extents(x, w, stride, padding, output_padding, dilation) -> list[int]:
     return [(n - 1) * s - 2 * p + d * (k - 1) + o + 1 for n, k, s, p, o, d in rows]
 
 
+def backward_rejects(x, w, upstream, bias, **window) -> str | None:
+    """What the forward rejects, and a cotangent of another shape than its result."""
+    if reason := rejects(x, w, bias, **window):
+        return reason
+    sizes = {n: p for n, p in window.items() if n != "groups"}
+    want = (x.shape[0], w.shape[1] * window["groups"], *extents(x, w, **sizes))
+    if upstream.shape != want:
+        return f"'upstream' is of shape {upstream.shape}, the result of {want}. Pass its cotangent."
+    return None
+
+
+def backward_examples():
+    """The forward's, with a cotangent."""
+    for example in examples():
+        x, w = example["x"], example["w"]
+        names = ("stride", "padding", "output_padding", "dilation")
+        out = extents(x, w, **{n: example[n] for n in names})
+        shape = (x.shape[0], w.shape[1] * example["groups"], *out)
+        yield example | {"upstream": jax.ShapeDtypeStruct(shape, x.dtype)}
+
+
+def transposed(x, w, *, stride, padding, output_padding, dilation, groups) -> Array:
+    """Without a bias, in the dtype of the operands."""
+    c_in, per_group, *kernel = w.shape
+    # The kernel of the equivalent convolution: channels exchanged within each group, turned over.
+    turned = w.reshape(groups, c_in // groups, per_group, *kernel)
+    turned = jnp.flip(turned.swapaxes(1, 2), (-2, -1)).reshape(-1, c_in // groups, *kernel)
+    reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    return lax.conv_general_dilated(
+        x,
+        turned,
+        window_strides=(1, 1),
+        padding=[
+            (r - p, r - p + o) for r, p, o in zip(reach, padding, output_padding, strict=True)
+        ],
+        lhs_dilation=stride,
+        rhs_dilation=dilation,
+        feature_group_count=groups,
+        precision=product_precision(),
+    )
+
+
+def gathered(g, w, extent, *, output_padding, **window) -> Array:
+    """The convolution that this one transposes: its cotangent ``g`` to that of x.
+
+    An output padding of a stride or more would give rows that x does not have.
+    """
+    return convolved(g, w, **window)[:, :, : extent[0], : extent[1]]
+
+
+def gradient(x, w, g, **window) -> tuple[Array, Array]:
+    """Cotangents of ``x`` and ``w``: those of the other convolution, their roles exchanged."""
+    dx, pull = jax.vjp(lambda w: gathered(g, w, x.shape[2:], **window), w)
+    return dx, pull(x)[0]
+
+
+@fused_op(
+    family="Backward",
+    precision=PRECISION,
+    outputs=("dx", "dw", "dbias"),
+    rejects=backward_rejects,
+    matchable=False,
+    examples=backward_examples,
+)
+def conv_transpose2d_backward(
+    x: Floats[Array, "n c_in h w"],
+    w: Floats[Array, "c_in c_out_per_group kh kw"],
+    upstream: Floats[Array, "n c_out h_out w_out"],
+    bias: Floats[Array, " c_out"] | None = None,
+    *,
+    stride: Pair = (1, 1),
+    padding: Pair = (0, 0),
+    output_padding: Pair = (0, 0),
+    dilation: Pair = (1, 1),
+    groups: int = 1,
+) -> tuple[Array, Array, Array | None]:
+    """Gradient of :func:`conv_transpose2d`:  a convolution of g with w, and its kernel's gradient.
+
+    Sums in float32 (float64 for float64 operands), each rounded once.
+
+    Args:
+        x: the forward's operand, ``[n, c_in, h, w]``.
+        w: the forward's kernel.
+        upstream: the cotangent ``g`` of the result, ``[n, c_out, h_out, w_out]``.
+        bias: the forward's, or None; only whether there is one matters.
+        stride: the forward's.
+        padding: the forward's.
+        output_padding: the forward's.
+        dilation: the forward's.
+        groups: the forward's.
+
+    Returns:
+        The cotangents of ``x``, ``w`` and ``bias``.
+    """
+    window = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    dx, dw = gradient(wide(x), wide(w), wide(upstream), output_padding=output_padding, **window)
+    return dx.astype(x.dtype), dw.astype(w.dtype), bias_gradient(upstream, bias)
+
+
 @fused_op(
     OpKind.ConvTranspose2D,
     id=FusedOps.CONV_TRANSPOSE2D,
     family="Forward",
-    precision=Precision(float32=3e-6),
+    precision=PRECISION,
+    backward=conv_transpose2d_backward,
     rejects=rejects,
     matchable=False,
     examples=examples,
@@ -100,23 +204,30 @@ def conv_transpose2d(
         ArgumentError: groups that do not divide the channels, an ``output_padding`` that reaches
             stride and dilation, a stride or dilation below 1.
     """
-    c_in, per_group, *kernel = w.shape
-    # The kernel of the equivalent convolution: channels exchanged within each group, turned over.
-    turned = wide(w).reshape(groups, c_in // groups, per_group, *kernel)
-    turned = jnp.flip(turned.swapaxes(1, 2), (-2, -1)).reshape(-1, c_in // groups, *kernel)
-    reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-    y = lax.conv_general_dilated(
-        wide(x),
-        turned,
-        window_strides=(1, 1),
-        padding=[
-            (r - p, r - p + o) for r, p, o in zip(reach, padding, output_padding, strict=True)
-        ],
-        lhs_dilation=stride,
-        rhs_dilation=dilation,
-        feature_group_count=groups,
-        precision=product_precision(),
-    )
-    if bias is not None:
-        y = y + wide(bias)[:, None, None]
-    return y.astype(x.dtype)
+    window = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    y = transposed(wide(x), wide(w), output_padding=output_padding, **window)
+    return with_bias(y, bias).astype(x.dtype)
+
+
+# -- kernels -------------------------------------------------------------------------------
+
+
+@conv_transpose2d.kernel("half", platforms=("cuda",), refuses=rounds_twice)
+def in_half(x, w, bias, *, interpret: bool = False, **window):
+    """Half operands as they are: see conv2d."""
+    return transposed(x, w, **window)
+
+
+@conv_transpose2d_backward.kernel("half", platforms=("cuda",), refuses=not_half)
+def backward_in_half(x, w, upstream, bias, *, interpret: bool = False, **window):
+    """Half operands as they are."""
+    return *gradient(x, w, upstream, **window), bias_gradient(upstream, bias)
+
+
+@conv_transpose2d_backward.kernel("taps", platforms=("cpu",), declines=dense)
+def backward_by_taps(x, w, upstream, bias, *, output_padding, **window):
+    """The kernel's cotangent as a product per tap."""
+    v, g = wide(x), wide(upstream)
+    dx = gathered(g, wide(w), x.shape[2:], output_padding=output_padding, **window)
+    dw = weight_gradient(g, v, w.shape[2:], **window)
+    return dx.astype(x.dtype), dw.astype(w.dtype), bias_gradient(upstream, bias)
