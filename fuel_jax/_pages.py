@@ -8,9 +8,12 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from ._check import platform_here
 from ._choose import Choice, describe
-from ._examples import dtypes_of
+from ._examples import dtypes_of, filled
 from ._fused import FusedOp
 from ._op import Op
 from .op_kind import FusedOps, OpKind
@@ -30,8 +33,18 @@ def formula(op: Any) -> str:
 
 def gradient(op: Any) -> str:
     """The operands that have one, and the op that computes it if it is not JAX's own."""
+    if not op.wrt or not gives_floats(op):
+        return "none"
     by = f", by {op.backward.name}" if isinstance(getattr(op, "backward", None), FusedOp) else ""
-    return ", ".join(op.wrt) + by or "none"
+    return ", ".join(op.wrt) + by
+
+
+def gives_floats(op: Op) -> bool:
+    """Whether any of its results is one."""
+    (example, *_) = op.examples()
+    arrays, params = filled(op, example, dtypes_of(op)[0])
+    results = jax.tree.leaves(op.out(*arrays, **params))
+    return any(jnp.issubdtype(y.dtype, jnp.floating) for y in results)
 
 
 def kernels(op: Any) -> str:
@@ -185,7 +198,9 @@ def about(module: str) -> str:
 
 def promise(op: Any) -> str:
     """Its error bound in float32."""
-    return f"{op.precision.float32:.0e}" if isinstance(op, Op) else "its op's"
+    if not isinstance(op, Op):
+        return "its op's"
+    return f"{op.precision.float32:.0e}" if op.precision.float32 else "exact"
 
 
 def section(title: str, text: str) -> list[str]:
