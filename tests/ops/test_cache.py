@@ -41,7 +41,7 @@ class TestWhereRowsGo:
     @pytest.mark.parametrize("width", [1, 2, 5])
     @pytest.mark.parametrize("axis", [0, 1, -1])
     def test_at_any_offset_rows_outside_are_dropped(self, width, axis, draw):
-        """bug067: dynamic_update_slice would write them over live rows."""
+        """jax#3621: dynamic_update_slice would write them over live rows."""
         shape = [5, 5, 5]
         dest, shape[axis] = draw((5, 5, 5)), width
         src = draw(tuple(shape))
