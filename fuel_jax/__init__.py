@@ -23,9 +23,61 @@ from .errors import (
     UnsupportedKernel as UnsupportedKernel,
     X64Required as X64Required,
 )
+from .fused.awq_matmul import (
+    awq_matmul as awq_matmul,
+)
+from .fused.causal_conv1d import (
+    causal_conv1d as causal_conv1d,
+)
+from .fused.conv2d import (
+    conv2d as conv2d,
+)
+from .fused.conv_transpose2d import (
+    conv_transpose2d as conv_transpose2d,
+)
+from .fused.cross_entropy import (
+    fused_softmax_cross_entropy as fused_softmax_cross_entropy,
+)
+from .fused.flash_attn import (
+    flash_attn as flash_attn,
+    flash_attn_backward_k as flash_attn_backward_k,
+    flash_attn_backward_q as flash_attn_backward_q,
+    flash_attn_backward_v as flash_attn_backward_v,
+)
+from .fused.inplace_affine import (
+    inplace_affine as inplace_affine,
+)
+from .fused.layer_norm import (
+    layer_norm_last_dim as layer_norm_last_dim,
+    layer_norm_last_dim_backward as layer_norm_last_dim_backward,
+)
+from .fused.linear import (
+    fused_linear as fused_linear,
+)
+from .fused.nf4_matmul import (
+    nf4_matmul as nf4_matmul,
+)
+from .fused.paged_attn import (
+    paged_attn as paged_attn,
+)
+from .fused.powi_backward import (
+    powi_backward as powi_backward,
+)
+from .fused.qmatmul import (
+    qmatmul as qmatmul,
+)
+from .fused.reduce_max_to_backward import (
+    reduce_max_to_backward as reduce_max_to_backward,
+)
 from .fused.rms_norm import (
     rms_norm_last_dim as rms_norm_last_dim,
     rms_norm_last_dim_backward as rms_norm_last_dim_backward,
+)
+from .fused.rope import (
+    rope as rope,
+)
+from .fused.selective_scan import (
+    selective_scan as selective_scan,
 )
 from .fused.softmax import (
     log_softmax_last_dim as log_softmax_last_dim,
@@ -33,7 +85,15 @@ from .fused.softmax import (
     softmax_last_dim as softmax_last_dim,
     softmax_last_dim_backward as softmax_last_dim_backward,
 )
+from .fused.ssd_chunk_scan import (
+    ssd_chunk_scan as ssd_chunk_scan,
+)
 from .op_kind import FusedOps as FusedOps, OpKind as OpKind
+from .ops.cache import (
+    write_slice as write_slice,
+    write_slice_doff as write_slice_doff,
+    write_slice_rotating as write_slice_rotating,
+)
 from .ops.elementwise import (
     abs as abs,
     add as add,
@@ -100,6 +160,39 @@ from .ops.in_place import (
     sqr_inplace as sqr_inplace,
     sqrt_inplace as sqrt_inplace,
     tanh_inplace as tanh_inplace,
+)
+from .ops.index import (
+    gather as gather,
+    index_add as index_add,
+    index_select as index_select,
+    nonzero_indices as nonzero_indices,
+    scatter_add as scatter_add,
+)
+from .ops.layout import (
+    cast as cast,
+    concat as concat,
+    copy as copy,
+    flip as flip,
+    masked_fill as masked_fill,
+    pad as pad,
+    pad_backward as pad_backward,
+    roll as roll,
+    tril as tril,
+    triu as triu,
+)
+from .ops.linalg import (
+    matmul as matmul,
+)
+from .ops.reduce import (
+    argmax_dim as argmax_dim,
+    argmin_dim as argmin_dim,
+    cumsum as cumsum,
+    max_reduce as max_reduce,
+    mean_reduce as mean_reduce,
+    min_reduce as min_reduce,
+    reduce_max_to as reduce_max_to,
+    reduce_sum_to as reduce_sum_to,
+    sum_reduce as sum_reduce,
 )
 from .registry import FUSED as FUSED, OPS as OPS, using as using
 from .runtime import (

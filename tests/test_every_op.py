@@ -45,6 +45,10 @@ def case(op, example, dtype):
     return every_output(op, f), arrays
 
 
+def example_is_first(op, example):
+    return str(example) == str(next(iter(op.examples())))
+
+
 def needs_gradient(op, f, arrays):
     if not differentiable(op, f, arrays):
         pytest.skip(f"{op.name} has no gradient")
@@ -67,6 +71,8 @@ class TestValues:
         needs_gradient(op, f, arrays)
         if op in TWINS:
             pytest.skip("the gradient of its functional twin, which is tested")
+        if dtype in ("float16", "float64"):
+            pytest.skip("bfloat16 stands for both halves; float64 meets finite differences")
         at = floats(op, arrays)
         plain = functools.partial(op.decompose, **f.keywords)
         want = jax.jit(jax.grad(weighted(plain), at))(*to64(arrays))
@@ -79,7 +85,9 @@ class TestValues:
 
 @pytest.mark.parametrize(("op", "example"), THOROUGH)
 class TestGradients:
-    def test_finite_differences_twice(self, op, example):
+    def test_finite_differences(self, op, example):
+        """Twice over on an op's first example."""
+        order = 2 if example_is_first(op, example) else 1
         f, arrays = case(op, example, "float64")
         needs_gradient(op, f, arrays)
         at = floats(op, arrays)
@@ -93,7 +101,7 @@ class TestGradients:
             return loss(f)(*(given.get(i, x) for i, x in enumerate(arrays)))
 
         xs = [arrays[i] for i in at]
-        jax.test_util.check_grads(of, xs, order=2, modes=["rev"], atol=1e-4, rtol=1e-4)
+        jax.test_util.check_grads(of, xs, order=order, modes=["rev"], atol=1e-4, rtol=1e-4)
 
     def test_second_derivative_is_the_decomposition_s(self, op, example):
         f, arrays = case(op, example, "float64")

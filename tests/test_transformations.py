@@ -22,6 +22,19 @@ def same(got, want, tolerance=TOLERANCE):
     close(got, want, tolerance, at_least=1)
 
 
+def copies(arrays):
+    """Arrays of their own, for a call that may give one up."""
+    return [x if x is None or isinstance(x, int) else jnp.array(x) for x in arrays]
+
+
+def checkify_accepts(program, arrays):
+    """No check fails on valid arrays, and the result is the same."""
+    checked = checkify.checkify(program, errors=checkify.all_checks)
+    error, got = jax.jit(checked)(*arrays)
+    assert error.get() is None, error.get()
+    same(got, jax.jit(program)(*arrays), 1e-9)
+
+
 def half(x):
     """Another scalar of the same kind."""
     return x // 2 if jnp.issubdtype(x.dtype, jnp.integer) else x * 0.75
@@ -29,13 +42,12 @@ def half(x):
 
 @pytest.mark.parametrize(("op", "example"), THOROUGH)
 class TestTransformations:
-    def test_jit_is_eager_is_undisturbed_python(self, op, example):
+    def test_jit_is_eager_and_repeats_to_the_bit(self, op, example):
         f, arrays = fill(op, example, "float64")
-        kept = lambda: [x if x is None or isinstance(x, int) else jnp.array(x) for x in arrays]
-        y = f(*kept())
-        same(jax.jit(f)(*kept()), y)
-        with jax.disable_jit():
-            same(f(*kept()), y)
+        y, again = f(*copies(arrays)), f(*copies(arrays))
+        for a, b in zip(jax.tree.leaves(y), jax.tree.leaves(again), strict=True):
+            assert a.tobytes() == b.tobytes()
+        same(jax.jit(f)(*copies(arrays)), y)
 
     def test_vmap_over_all_operands_is_a_loop(self, op, example):
         self.check_vmap(op, example, lambda n: [tuple(range(n))])
@@ -62,22 +74,6 @@ class TestTransformations:
             got = jax.jit(jax.vmap(both, axes))(*given)
             same(got, jax.tree.map(lambda *xs: jnp.stack(xs), *want), 1e-9)
 
-    def test_scan_and_checkpoint(self, op, example):
-        f, arrays = fill(op, example, "float64")
-        want = f(*[x if x is None or isinstance(x, int) else jnp.array(x) for x in arrays])
-        step = lambda carry, _: (carry, f(*arrays))
-        same(jax.tree.map(lambda y: y[1], lax.scan(step, 0.0, None, 2)[1]), want)
-        if not differentiable(op, f, arrays):
-            return
-        at = floats(op, arrays)
-        want = jax.jit(jax.grad(loss(f), at))(*arrays)
-        same(jax.jit(jax.grad(loss(jax.checkpoint(f)), at))(*arrays), want, 1e-10)
-
-        def scanned(*xs):
-            return lax.scan(lambda c, _: (c + loss(f)(*xs), None), jnp.zeros(()), None, 2)[0]
-
-        same(jax.jit(jax.grad(scanned, at))(*arrays), jax.tree.map(lambda g: 2 * g, want), 1e-10)
-
     def test_is_traceable_without_a_device_of_its_own(self, op, example):
         f, arrays = fill(op, example, "float32")
         out = jax.eval_shape(f, *arrays)
@@ -95,14 +91,7 @@ class TestTransformations:
 
     def test_checkify_passes_through(self, op, example):
         f, arrays = fill(op, example, "float64")
-        programs = [f]
-        if differentiable(op, f, arrays):
-            programs.append(jax.grad(loss(f), floats(op, arrays)))
-        for program in programs:
-            checked = checkify.checkify(program, errors=checkify.all_checks)
-            error, got = jax.jit(checked)(*arrays)
-            assert error.get() is None, error.get()
-            same(got, jax.jit(program)(*arrays), 1e-9)
+        checkify_accepts(f, arrays)
 
     def test_without_x64(self, op, example):
         f, arrays = fill(op, example, "float32")
@@ -110,17 +99,38 @@ class TestTransformations:
             out = f(*arrays)
         assert all(y.dtype.itemsize <= 4 for y in jax.tree.leaves(out))
 
-    def test_runs_twice_to_the_same_bits(self, op, example):
-        f, arrays = fill(op, example, "float32")
-        kept = lambda: [x if x is None or isinstance(x, int) else jnp.array(x) for x in arrays]
-        once, again = f(*kept()), f(*kept())
-        for a, b in zip(jax.tree.leaves(once), jax.tree.leaves(again), strict=True):
-            assert a.tobytes() == b.tobytes()
-
 
 @pytest.mark.parametrize(("op", "example"), FIRST)
 class TestOnce:
     """Costly, and true of an op if it is true of one example."""
+
+    def test_without_jit(self, op, example):
+        f, arrays = fill(op, example, "float64")
+        y = f(*copies(arrays))
+        with jax.disable_jit():
+            same(f(*copies(arrays)), y)
+
+    def test_scan_and_checkpoint(self, op, example):
+        f, arrays = fill(op, example, "float64")
+        want = f(*copies(arrays))
+        step = lambda carry, _: (carry, f(*arrays))
+        same(jax.tree.map(lambda y: y[1], lax.scan(step, 0.0, None, 2)[1]), want)
+        if not differentiable(op, f, arrays):
+            return
+        at = floats(op, arrays)
+        want = jax.jit(jax.grad(loss(f), at))(*arrays)
+        same(jax.jit(jax.grad(loss(jax.checkpoint(f)), at))(*arrays), want, 1e-10)
+
+        def scanned(*xs):
+            return lax.scan(lambda c, _: (c + loss(f)(*xs), None), jnp.zeros(()), None, 2)[0]
+
+        same(jax.jit(jax.grad(scanned, at))(*arrays), jax.tree.map(lambda g: 2 * g, want), 1e-10)
+
+    def test_checkify_passes_through_the_gradient(self, op, example):
+        f, arrays = fill(op, example, "float64")
+        if not differentiable(op, f, arrays):
+            pytest.skip("nothing to differentiate")
+        checkify_accepts(jax.grad(loss(f), floats(op, arrays)), arrays)
 
     def test_vmap_over_each_operand_is_a_loop(self, op, example):
         check = TestTransformations().check_vmap

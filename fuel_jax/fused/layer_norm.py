@@ -52,7 +52,8 @@ def layer_norm_last_dim_backward(
 ) -> Floats[Array, "*batch d"]:
     """Gradient of :func:`layer_norm_last_dim`:  r · (g − mean(g) − y · mean(g·y)).
 
-    y is the forward's result, r = 1/√(variance + eps).  Sums in float32 (float64 for float64 operands), rounded once.
+    y is the forward's result, r = 1/√(variance + eps).  Sums in float32 (float64 for float64
+    operands), rounded once.
 
     Args:
         x: the forward's operand, ``[*batch, d]``.
@@ -85,8 +86,8 @@ def layer_norm_last_dim(
     """Subtract each row's mean, divide by its deviation:  (x − mean(x)) / √(variance + eps).
 
     The variance is mean((x − mean(x))²), in a second pass over the row: rows like 10⁴ + noise keep
-    theirs.  Sums in float32 (float64 for float64 operands), rounded once.  No gain or bias: apply them to
-    the result.
+    theirs.  Sums in float32 (float64 for float64 operands), rounded once.  No gain or bias: apply
+    them to the result.
 
     Args:
         x: ``[*batch, d]``.

@@ -7,7 +7,7 @@ from jax import lax
 from .._op import Precision
 from ..numerics import wide
 from ..op_kind import FusedOps, OpKind
-from ..ops.reduce import attained, collapsed
+from ..ops.reduce import attained, collapsed, extreme
 from ..registry import fused_op
 from ..types import Array, Floats
 
@@ -66,6 +66,6 @@ def reduce_max_to_backward(
     """
     x = lax.stop_gradient(x)
     axes = collapsed(x.shape, upstream.shape)
-    hit, count = attained(x, lax.reduce_max(x, axes), axes, True)
+    hit, count = attained(x, extreme(x, axes, True), axes, True)
     share = wide(upstream).reshape(count.shape) / count
     return jnp.where(hit, share, 0).astype(x.dtype)

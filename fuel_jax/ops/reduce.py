@@ -206,6 +206,17 @@ def attained(x: Array, y: Array, axes: tuple[int, ...], largest: bool) -> tuple[
     return hit, jnp.where(y == y, count, jnp.nan)
 
 
+def folded(x: Array, axes: tuple[int, ...], largest: bool) -> Array:
+    """The extreme over axes on the CPU, where XLA's own loses NaN in arrays beyond 4096 elements.
+
+    (Its vectorised maximum does; ``jnp.max`` with it, JAX 0.10 to 0.12.)
+    """
+    v, beyond = lifted(x), lax.ge if largest else lax.le
+    last = -jnp.inf if largest else jnp.inf
+    keep = lambda a, b: lax.select(lax.bitwise_or(beyond(a, b), lax.ne(a, a)), a, b)
+    return lax.reduce(v, np.array(last, v.dtype), keep, axes).astype(x.dtype)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def extreme(x: Array, axes: tuple[int, ...], largest: bool) -> Array:
     """Largest or smallest element over axes; NaN wins.  Ties share the gradient equally.
@@ -213,7 +224,10 @@ def extreme(x: Array, axes: tuple[int, ...], largest: bool) -> Array:
     JAX's own rule counts ties in the operand's dtype (in bfloat16 to 256), multiplies the
     cotangent with a mask (inf · 0) and divides 0 by 0 where a window is empty.
     """
-    return (lax.reduce_max if largest else lax.reduce_min)(x, axes)
+    plain = lambda x: (lax.reduce_max if largest else lax.reduce_min)(x, axes)
+    if not is_float(x):
+        return plain(x)
+    return lax.platform_dependent(x, cpu=lambda x: folded(x, axes, largest), default=plain)
 
 
 @extreme.defjvp

@@ -1,0 +1,219 @@
+"""Mamba's selective state-space recurrence, and its backward.
+
+Inside, states are ``[batch, n, d]``: d is the long axis, and contiguous.  No array holds the states
+of all steps, in either direction.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._op import Precision
+from ..numerics import product_precision, wide, zeros
+from ..op_kind import FusedOps, OpKind
+from ..registry import fused_op
+from ..types import Array, Floats, Wide
+
+PRECISION = Precision(float32=5e-6)
+
+
+def examples():
+    """A fresh sequence, a continued one, and a single step."""
+    f32 = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
+    for b, l, d, n, softplus, continued in (
+        (2, 7, 3, 4, True, False),
+        (1, 5, 2, 3, False, True),
+        (1, 1, 1, 1, True, True),
+    ):
+        yield {
+            **{"u": f32(b, l, d), "delta": f32(b, l, d), "a": f32(d, n)},
+            **{"b": f32(b, l, n), "c": f32(b, l, n)},
+            "initial_state": f32(b, d, n) if continued else None,
+            "delta_softplus": softplus,
+        }
+
+
+def rejects(u, delta, a, b, c, initial_state, **_) -> str | None:
+    """A state of another width than sums are taken in."""
+    return wrong_state(u, initial_state)
+
+
+def wrong_state(u, state) -> str | None:
+    """What is wrong with an ``initial_state`` beside ``u``."""
+    width = "float64" if u.dtype == jnp.float64 else "float32"
+    if state is None or state.dtype == width:
+        return None
+    return (
+        f"'initial_state' is {state.dtype.name}; beside {u.dtype.name} operands the state is "
+        f"{width}. Cast it: initial_state.astype({width!r})."
+    )
+
+
+def step_size(delta: Array, softplus: bool) -> Array:
+    """Δ."""
+    return jax.nn.softplus(wide(delta)) if softplus else wide(delta)
+
+
+def along_time(*arrays: Array) -> tuple[Array, ...]:
+    """Time first, as ``scan`` goes; in the dtype of the state."""
+    return tuple(jnp.swapaxes(wide(x), 0, 1) for x in arrays)
+
+
+def advance(h: Array, decay: Array, step: Array, u: Array, b: Array) -> tuple[Array, Array]:
+    """The next state, and what it kept of the last one: exp(Δ·a)."""
+    keep = jnp.exp(step[:, None, :] * decay)
+    return keep * h + (step * u)[:, None, :] * b[:, :, None], keep
+
+
+def total(products: str, x: Array, y: Array) -> Array:
+    """A sum of products.  As a matrix product: XLA's CPU backend computes the factors once."""
+    return jnp.einsum(products, x, y, precision=product_precision())
+
+
+@fused_op(
+    family="Backward",
+    precision=PRECISION,
+    outputs=("du", "ddelta", "da", "db", "dc", "dinitial_state"),
+    matchable=False,
+)
+def selective_scan_backward(
+    u: Floats[Array, "batch l d"],
+    delta: Floats[Array, "batch l d"],
+    a: Floats[Array, "d n"],
+    b: Floats[Array, "batch l n"],
+    c: Floats[Array, "batch l n"],
+    upstream: Floats[Array, "batch l d"],
+    initial_state: Wide[Array, "batch d n"] | None = None,
+    dlast_state: Wide[Array, "batch d n"] | None = None,
+    *,
+    delta_softplus: bool = False,
+) -> tuple[Array, Array, Array, Array, Array, Array]:
+    """Gradient of :func:`selective_scan`:  λₜ = cₜ·gₜ + exp(Δₜ₊₁·a)·λₜ₊₁,  backwards in time.
+
+    λ is the cotangent of the state.  The states are computed twice: once to keep every √l-th, then
+    again between two of those on the way back.
+
+    Args:
+        u: as in the forward, ``[batch, l, d]``.
+        delta: as in the forward, ``[batch, l, d]``.
+        a: as in the forward, ``[d, n]``.
+        b: as in the forward, ``[batch, l, n]``.
+        c: as in the forward, ``[batch, l, n]``.
+        upstream: the cotangent ``g`` of ``y``, ``[batch, l, d]``.
+        initial_state: as in the forward, ``[batch, d, n]``; zero when None.
+        dlast_state: the cotangent of ``last_state``, ``[batch, d, n]``; zero when None.
+        delta_softplus: as in the forward.
+
+    Returns:
+        The cotangents of ``u``, ``delta``, ``a``, ``b``, ``c`` and ``initial_state``.
+    """
+    length, step, decay = u.shape[1], step_size(delta, delta_softplus), wide(a).T
+    given = along_time(step, u, b, c, upstream)
+    start = zeros((u.shape[0], *decay.shape), step)
+    first = start if initial_state is None else jnp.swapaxes(initial_state, 1, 2)
+    dlast = start if dlast_state is None else jnp.swapaxes(dlast_state, 1, 2)
+    ones = jnp.ones(decay.shape[0], decay.dtype)
+
+    def forward(h, at):
+        after, keep = advance(h, decay, *at)
+        return after, (h, after, keep)
+
+    def back(carry, at):
+        lam, da = carry
+        (step, u, b, c, g), (before, after, keep) = at
+        lam = lam + c[:, :, None] * g[:, None, :]
+        along_b = total("bnd,bn->bd", lam, b)
+        db = total("bnd,bd->bn", lam, step * u)
+        dc = total("bnd,bd->bn", after, g)
+        lam = keep * lam
+        dkeep = lam * before
+        dstep = u * along_b + total("bnd,n->bd", dkeep * decay, ones)
+        return (lam, da + dkeep * step[:, None, :]), (step * along_b, dstep, db, dc)
+
+    def chunk(carry, at):
+        """The gradients of a stretch of the sequence, and λ at its beginning."""
+        lam, da = carry
+        given, h = at
+        _, states = lax.scan(forward, h, given[:3])
+        (lam, part), grads = lax.scan(back, (lam, start), (given, states), reverse=True)
+        return (lam, da + part), grads
+
+    def edge(h, given):
+        return lax.scan(lambda h, at: (forward(h, at)[0], None), h, given[:3])[0], h
+
+    size = max(math.isqrt(length), 1)
+    whole = length - length % size
+    chunks = tuple(x[:whole].reshape(whole // size, size, *x.shape[1:]) for x in given)
+    h, edges = lax.scan(edge, first, chunks)
+    carry, rest = chunk((dlast, start), (tuple(x[whole:] for x in given), h))
+    (lam, da), grads = lax.scan(chunk, carry, (chunks, edges), reverse=True)
+    whole_of = lambda x, y: jnp.concatenate([x.reshape(whole, *x.shape[2:]), y])
+    du, dstep, db, dc = (
+        jnp.swapaxes(whole_of(x, y), 0, 1) for x, y in zip(grads, rest, strict=True)
+    )
+    ddelta = dstep * lax.logistic(wide(delta)) if delta_softplus else dstep
+    da, dfirst = jnp.sum(da, 0).T, jnp.swapaxes(lam, 1, 2)
+    narrow = [x.astype(u.dtype) for x in (du, ddelta, da, db, dc)]
+    return (*narrow, dfirst)
+
+
+@fused_op(
+    OpKind.SelectiveScan,
+    id=FusedOps.SELECTIVE_SCAN,
+    family="Forward",
+    precision=PRECISION,
+    backward=selective_scan_backward,
+    outputs=("y", "last_state"),
+    rejects=rejects,
+    matchable=False,
+    examples=examples,
+)
+def selective_scan(
+    u: Floats[Array, "batch l d"],
+    delta: Floats[Array, "batch l d"],
+    a: Floats[Array, "d n"],
+    b: Floats[Array, "batch l n"],
+    c: Floats[Array, "batch l n"],
+    initial_state: Wide[Array, "batch d n"] | None = None,
+    *,
+    delta_softplus: bool = False,
+) -> tuple[Floats[Array, "batch l d"], Wide[Array, "batch d n"]]:
+    """Run  h ← exp(Δ·a)·h + Δ·b·u,  y = Σₙ h·c  along the sequence.
+
+    The state is float32 (float64 for float64 operands) and is returned unrounded, so a sequence may
+    be cut anywhere and continued.  ``a`` is used as given, negative in a stable model; a step with
+    Δ = 0 leaves the state as it is (with ``delta_softplus`` no finite ``delta`` does: to pad a
+    sequence, take ``last_state`` before the padding).
+
+    Args:
+        u: the input, ``[batch, l, d]``.
+        delta: step sizes Δ, ``[batch, l, d]``.
+        a: decay of each state, ``[d, n]``.
+        b: input projection, ``[batch, l, n]``.
+        c: output projection, ``[batch, l, n]``.
+        initial_state: h before the first step, ``[batch, d, n]``; zero when None.
+        delta_softplus: take Δ = ln(1 + e^delta).
+
+    Returns:
+        The pair ``(y, last_state)``: ``[batch, l, d]`` in the dtype of ``u``, and h after the last
+        step, ``[batch, d, n]`` in F32 (F64 for F64).
+
+    Raises:
+        ShapeError: ranks, axes or dtypes disagree.
+        ArgumentError: ``initial_state`` is not in the dtype of the state.
+
+    Source: Gu & Dao 2023, arXiv:2312.00752, algorithm 2, without D, z and the bias of Δ.
+    """
+    step, decay = step_size(delta, delta_softplus), wide(a).T
+    start = zeros((u.shape[0], *decay.shape), step)
+    first = start if initial_state is None else jnp.swapaxes(initial_state, 1, 2)
+
+    def forward(h, at):
+        step, u, b, c = at
+        h, _ = advance(h, decay, step, u, b)
+        return h, total("bnd,bn->bd", h, c)
+
+    last, y = lax.scan(forward, first, along_time(step, u, b, c))
+    return jnp.swapaxes(y, 0, 1).astype(u.dtype), jnp.swapaxes(last, 1, 2)
