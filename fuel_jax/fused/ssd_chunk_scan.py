@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._op import Precision
-from ..numerics import product_precision, wide, zeros
+from ..numerics import product_precision, uncontracted, wide, zeros
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
 from ..types import Array, Floats, Wide
@@ -72,56 +72,196 @@ def product(indices: str, x: Array, y: Array) -> Array:
     return jnp.einsum(indices, x, y, precision=product_precision())
 
 
-def chunk(h: Array, x: Array, dt: Array, a: Array, b: Array, c: Array) -> tuple[Array, Array]:
-    """One chunk of t steps, of r heads in each of g groups.
+# A chunk is: the state before it h[batch, g, r, n, p], of r heads in each of g groups; the decay
+# a[g, r]; and of its t steps x[batch, g, r, t, p], dt[batch, g, r, t], b and c[batch, g, t, n].
+Chunk = tuple[Array, Array, Array, Array]  # x, dt, b, c
 
-    Args:
-        h: state before it, ``[batch, g, r, n, p]``.
-        x: input, ``[batch, g, r, t, p]``.
-        dt: step sizes, ``[batch, g, r, t]``.
-        a: decay, ``[g, r]``.
-        b: input projection, ``[batch, g, t, n]``.
-        c: output projection, ``[batch, g, t, n]``.
 
-    Returns:
-        The state after it, and the output ``[batch, g, r, t, p]``.
-    """
-    high, low = prefix_sums(dt * a[..., None])
+def decays(dt: Array, a: Array) -> tuple[Array, Array]:
+    """What is left of the state before the chunk after each step, and of step s after step t."""
+    high, low = prefix_sums(uncontracted(dt * a[..., None]))
     between = (high[..., :, None] - high[..., None, :]) + (low[..., :, None] - low[..., None, :])
     past = jnp.tri(dt.shape[-1], dtype=bool)
-    decay = jnp.exp(jnp.where(past, between, -jnp.inf))  # from step s to step t: [… t, s]
-    since_start = jnp.exp(high + low)[..., None]
-    fed = x * dt[..., None]
+    return jnp.exp(high + low), jnp.exp(jnp.where(past, between, -jnp.inf))
+
+
+def state_after(h: Array, a: Array, chunk: Chunk) -> Array:
+    """The state after a chunk, like the one before it."""
+    x, dt, b, _ = chunk
+    kept, decay = decays(dt, a)
+    fed = x * (dt * decay[..., -1, :])[..., None]
+    return kept[..., -1, None, None] * h + product("bgsn,bgrsp->bgrnp", b, fed)
+
+
+def outputs(h: Array, a: Array, chunk: Chunk) -> Array:
+    """The outputs of a chunk, like its x."""
+    x, dt, b, c = chunk
+    kept, decay = decays(dt, a)
     scores = product("bgtn,bgsn->bgts", c, b)[:, :, None] * decay
-    y = product("bgrts,bgrsp->bgrtp", scores, fed)
-    y += product("bgtn,bgrnp->bgrtp", c, h) * since_start
-    to_end = decay[..., -1, :, None]
-    after = since_start[..., -1:, :] * h + product("bgsn,bgrsp->bgrnp", b, fed * to_end)
-    return after, y
+    of_state = product("bgtn,bgrnp->bgrtp", c, h) * kept[..., None]
+    return of_state + product("bgrts,bgrsp->bgrtp", scores, x * dt[..., None])
 
 
-def by_chunk(x: Array, groups: int, size: int) -> Array:
-    """``[batch, l, heads, …]`` as ``[chunks, batch, g, r, t, …]``, in the dtype of the state."""
-    batch, length, heads, *rest = x.shape
-    split = wide(x).reshape(batch, length // size, size, groups, heads // max(groups, 1), *rest)
-    return jnp.moveaxis(split, (1, 3, 4, 2), (0, 2, 3, 4))
+def step(h: Array, a: Array, chunk: Chunk) -> tuple[Array, Array]:
+    """Both."""
+    return state_after(h, a, chunk), outputs(h, a, chunk)
 
 
-def along_sequence(x: Array) -> Array:
+def by_chunk(x: Array, size: int, heads: int) -> Array:
+    """``[batch, l, *heads, …]`` as ``[chunks, batch, *heads, t, …]``, in the dtype of the state."""
+    batch, length, *rest = x.shape
+    split = wide(x).reshape(batch, length // size, size, *rest)
+    return jnp.moveaxis(split, (1, 2), (0, 2 + heads))
+
+
+def along_sequence(x: Array, heads: int) -> Array:
     """The inverse of :func:`by_chunk`."""
-    x = jnp.moveaxis(x, (0, 2, 3, 4), (1, 3, 4, 2))
-    batch, chunks, size, groups, heads, *rest = x.shape
-    return x.reshape(batch, chunks * size, groups * heads, *rest)
+    x = jnp.moveaxis(x, (0, 2 + heads), (1, 2))
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
 
 
-def in_chunks(x, dt, a, b, c, size):
-    """Operands of :func:`chunk`, of every chunk, but a; and a."""
+def by_group(x: Array, axis: int, groups: int) -> Array:
+    """The axis of heads split in (groups, heads in a group)."""
+    heads = x.shape[axis]
+    return x.reshape(*x.shape[:axis], groups, heads // max(groups, 1), *x.shape[axis + 1 :])
+
+
+def chunks(x: Array, dt: Array, b: Array, c: Array, size: int) -> Chunk:
+    """Every chunk, in order, along the first axis."""
     groups = b.shape[2]
-    one_a_group = lambda x: by_chunk(x, groups, size)[:, :, :, 0] if groups else None
-    by_head = wide(a).reshape(groups, -1)
     return (
-        by_chunk(x, groups, size),
-        by_chunk(dt, groups, size),
-        one_a_group(b),
-        one_a_group(c),
-    ), by_head
+        by_chunk(by_group(x, 2, groups), size, 2),
+        by_chunk(by_group(dt, 2, groups), size, 2),
+        by_chunk(b, size, 1),
+        by_chunk(c, size, 1),
+    )
+
+
+def state_by_group(state: Array | None, x: Array, b: Array) -> Array:
+    """``[batch, heads, p, n]``, zero when None, as ``[batch, g, r, n, p]``."""
+    if state is None:
+        state = zeros((x.shape[0], *x.shape[2:], b.shape[-1]), wide(x))
+    return jnp.swapaxes(by_group(state, 1, b.shape[2]), -1, -2)
+
+
+def state_by_head(h: Array) -> Array:
+    """The inverse of :func:`state_by_group`."""
+    h = jnp.swapaxes(h, -1, -2)
+    return h.reshape(h.shape[0], h.shape[1] * h.shape[2], *h.shape[3:])
+
+
+@fused_op(
+    family="Backward",
+    precision=PRECISION,
+    outputs=("dx", "ddt", "da", "db", "dc", "dinitial_state"),
+    matchable=False,
+)
+def ssd_chunk_scan_backward(
+    x: Floats[Array, "batch l h p"],
+    dt: Floats[Array, "batch l h"],
+    a: Floats[Array, " h"],
+    b: Floats[Array, "batch l g n"],
+    c: Floats[Array, "batch l g n"],
+    upstream: Floats[Array, "batch l h p"],
+    initial_state: Wide[Array, "batch h p n"] | None = None,
+    dlast_state: Wide[Array, "batch h p n"] | None = None,
+    *,
+    chunk_size: int = 64,
+) -> tuple[Array, Array, Array, Array, Array, Array]:
+    """Gradient of :func:`ssd_chunk_scan`, chunk by chunk from the last.
+
+    The states between chunks are computed again and kept; what is inside a chunk only while its
+    gradient is taken.
+
+    Args:
+        x: as in the forward, ``[batch, l, h, p]``.
+        dt: as in the forward, ``[batch, l, h]``.
+        a: as in the forward, ``[h]``.
+        b: as in the forward, ``[batch, l, g, n]``.
+        c: as in the forward, ``[batch, l, g, n]``.
+        upstream: the cotangent of ``y``, ``[batch, l, h, p]``.
+        initial_state: as in the forward, ``[batch, h, p, n]``; zero when None.
+        dlast_state: the cotangent of ``last_state``, ``[batch, h, p, n]``; zero when None.
+        chunk_size: as in the forward.
+
+    Returns:
+        The cotangents of ``x``, ``dt``, ``a``, ``b``, ``c`` and ``initial_state``.
+    """
+    groups = b.shape[2]
+    decay = by_group(wide(a), 0, groups)
+    given = chunks(x, dt, b, c, chunk_size)
+    g = by_chunk(by_group(upstream, 2, groups), chunk_size, 2)
+
+    def edge(h, chunk):
+        return state_after(h, decay, chunk), h
+
+    def back(carry, at):
+        dh, ddecay = carry
+        h, chunk, g = at
+        dh, part, dchunk = jax.vjp(step, h, decay, chunk)[1]((dh, g))
+        return (dh, ddecay + part), dchunk
+
+    _, edges = lax.scan(edge, state_by_group(initial_state, x, b), given)
+    start = (state_by_group(dlast_state, x, b), zeros(decay.shape, wide(x)))
+    (dh, ddecay), grads = lax.scan(back, start, (edges, given, g), reverse=True)
+    dx, ddt, db, dc = (
+        along_sequence(d, heads) for d, heads in zip(grads, (2, 2, 1, 1), strict=True)
+    )
+    found = (dx.reshape(x.shape), ddt.reshape(dt.shape), ddecay.reshape(a.shape), db, dc)
+    return (*(d.astype(x.dtype) for d in found), state_by_head(dh))
+
+
+@fused_op(
+    OpKind.SsdChunkScan,
+    id=FusedOps.SSD_CHUNK_SCAN,
+    family="Forward",
+    precision=PRECISION,
+    backward=ssd_chunk_scan_backward,
+    outputs=("y", "last_state"),
+    rejects=rejects,
+    matchable=False,
+    examples=examples,
+)
+def ssd_chunk_scan(
+    x: Floats[Array, "batch l h p"],
+    dt: Floats[Array, "batch l h"],
+    a: Floats[Array, " h"],
+    b: Floats[Array, "batch l g n"],
+    c: Floats[Array, "batch l g n"],
+    initial_state: Wide[Array, "batch h p n"] | None = None,
+    *,
+    chunk_size: int = 64,
+) -> tuple[Floats[Array, "batch l h p"], Wide[Array, "batch h p n"]]:
+    """Run  H ← exp(dt·a)·H + dt·x bᵀ,  y = H c  along the sequence, for each head.
+
+    The state H is float32 (float64 for float64 operands) and is returned unrounded, so a sequence
+    may be cut anywhere and continued.  ``dt`` and ``a`` are used as given: no softplus, and a
+    negative in a stable model.  A step with dt = 0 leaves the state as it is.
+
+    Args:
+        x: the input, ``[batch, l, h, p]``.
+        dt: step sizes, ``[batch, l, h]``.
+        a: decay of each head, ``[h]``.
+        b: input projection, ``[batch, l, g, n]``; h/g neighbouring heads share one of g groups.
+        c: output projection, ``[batch, l, g, n]``.
+        initial_state: H before the first step, ``[batch, h, p, n]``; zero when None.
+        chunk_size: steps taken at once; divides l.  It changes speed and memory, not the result.
+
+    Returns:
+        The pair ``(y, last_state)``: ``[batch, l, h, p]`` in the dtype of ``x``, and H after the
+        last step, ``[batch, h, p, n]`` in F32 (F64 for F64).
+
+    Raises:
+        ShapeError: ranks, axes or dtypes disagree.
+        ArgumentError: ``chunk_size`` does not divide l, or the groups the heads; or
+            ``initial_state`` is not in the dtype of the state.
+
+    Source: Dao & Gu 2024, arXiv:2405.21060, §6 and listing 1.
+    """
+    decay = by_group(wide(a), 0, b.shape[2])
+    last, y = lax.scan(
+        lambda h, chunk: step(h, decay, chunk),
+        state_by_group(initial_state, x, b),
+        chunks(x, dt, b, c, chunk_size),
+    )
+    return along_sequence(y, 2).reshape(x.shape).astype(x.dtype), state_by_head(last)
