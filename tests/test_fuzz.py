@@ -20,7 +20,8 @@ from .contract import OPS
 
 FAMILIES: dict[str, list] = {}
 for op in OPS:
-    FAMILIES.setdefault(op.body.__module__.removeprefix("fuel_jax."), []).append(op)
+    module = op.body.__module__.rpartition(".")[2]
+    FAMILIES.setdefault(getattr(op, "family", module), []).append(op)
 
 EXTENTS = st.integers(0, 6)
 DTYPES = (*fuel_jax.types.FLOATS, *fuel_jax.types.INTS, "bool", "complex64", "float8_e4m3fn")
@@ -125,9 +126,5 @@ def test_a_call_keeps_its_promise_or_raises_an_error_of_ours(family, request):
             return
         promised = run(op.out, abstract)
         assert jax.tree.leaves(got) == jax.tree.leaves(promised)
-        views = run(op.output_views, abstract)
-        assert [(v.shape, v.dtype) for v in views] == [
-            (y.shape, y.dtype) for y in jax.tree.leaves(got)
-        ]
 
     check()

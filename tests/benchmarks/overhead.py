@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.overhead [--rows docs/performance/cpu.jsonl]
 
-Promised: an eager fused-op call at most 60 µs over an eager call of a jitted jax.numpy function, and
-``import fuel_jax`` at most 0.25 s over ``import jax``.
+Promised: an eager fused-op call at most 60 µs over an eager call of a jitted jax.numpy function,
+and ``import fuel_jax`` at most 0.25 s over ``import jax``.
 """
 
 import argparse
