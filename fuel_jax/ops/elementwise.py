@@ -225,7 +225,7 @@ def where(
     Returns:
         An array like ``a``.
     """
-    return jnp.where(cond != 0, a, b)
+    return jnp.where(cond.astype(bool), a, b)
 
 
 def coefficient(x: Array, name: str, value: float) -> Array:
@@ -304,7 +304,7 @@ def clamp(x: Numbers[Array, "*shape"], *, min: float, max: float) -> Numbers[Arr
     v = lifted(x)
     span = jnp.finfo(v.dtype) if is_float(x) else jnp.iinfo(v.dtype)
     low, high = (
-        coefficient(x, "bound", b if is_float(x) or not math.isinf(b) else float(limit))
+        coefficient(x, "bound", b if is_float(x) or not math.isinf(b) else int(limit))
         for b, limit in ((min, span.min), (max, span.max))
     )
     inside = (v >= low) & (v <= high)
