@@ -54,12 +54,24 @@ def needs_gradient(op, f, arrays):
         pytest.skip(f"{op.name} has no gradient")
 
 
+REFERENCES: dict[str, object] = {}  # compiled once for all dtypes
+
+
+def reference(op, f, at=None):
+    """The decomposition, or its gradient at some operands, compiled."""
+    key = f"{op.name} {f.keywords} {at}"
+    if key not in REFERENCES:
+        plain = functools.partial(op.decompose, **f.keywords)
+        REFERENCES[key] = jax.jit(plain if at is None else jax.grad(weighted(plain), at))
+    return REFERENCES[key]
+
+
 @pytest.mark.parametrize(("op", "example", "dtype"), TYPED)
 class TestValues:
     def test_every_implementation_keeps_its_promise(self, op, example, dtype):
         """Promised shapes and dtypes, within the declared precision of float64."""
         f, arrays = case(op, example, dtype)
-        want = jax.jit(functools.partial(op.decompose, **f.keywords))(*to64(arrays))
+        want = reference(op, f)(*to64(arrays))
         promised = jax.tree.leaves(op.out(*arrays, **f.keywords))
         for pin in pins(op, f, arrays):
             got = jax.tree.leaves(pin(*arrays))
@@ -74,8 +86,7 @@ class TestValues:
         if dtype in ("float16", "float64"):
             pytest.skip("bfloat16 stands for both halves; float64 meets finite differences")
         at = floats(op, arrays)
-        plain = functools.partial(op.decompose, **f.keywords)
-        want = jax.jit(jax.grad(weighted(plain), at))(*to64(arrays))
+        want = reference(op, f, at)(*to64(arrays))
         for pin in pins(op, f, arrays):
             got = jax.jit(jax.grad(weighted(pin), at))(*arrays)
             assert [g.dtype for g in got] == [arrays[i].dtype for i in at]

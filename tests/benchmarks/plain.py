@@ -139,10 +139,10 @@ def ssd_chunk_scan(x, dt, a, b, c, *, chunk_size):
 
 def nf4_matmul(x, packed, absmax, *, block_size):
     """Dequantise, then multiply."""
-    from fuel_jax.fused.nf4_matmul import CODEBOOK
+    from fuel_jax.fused.nf4_matmul import LEVELS
 
     codes = jnp.stack([packed >> 4, packed & 15], -1).reshape(packed.shape[0], -1)
-    levels = jnp.asarray(CODEBOOK)[codes].reshape(*absmax.shape, block_size)
+    levels = jnp.asarray(LEVELS)[codes].reshape(*absmax.shape, block_size)
     return x @ (levels * absmax[..., None]).reshape(packed.shape[0], -1).T
 
 
