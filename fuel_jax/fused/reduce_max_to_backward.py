@@ -7,7 +7,8 @@ from jax import lax
 from .._op import Precision
 from ..numerics import wide
 from ..op_kind import FusedOps, OpKind
-from ..ops.reduce import attained, collapsed, extreme
+from ..ops._extremes import attained, extreme
+from ..ops.reduce import collapsed
 from ..registry import fused_op
 from ..types import Array, Floats
 
