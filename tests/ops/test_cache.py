@@ -229,6 +229,13 @@ class TestInPlace:
         assert len(traces) == 1
 
 
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_has_no_effects(name):
+    """A program with effects is dispatched from Python: 150 µs a call, for a write of 10."""
+    args = (jnp.zeros((8, 1024), "float32"), jnp.ones((1, 1024), "float32"), jnp.int32(3))
+    assert not jax.make_jaxpr(WRITES[name])(*args).effects
+
+
 @pytest.mark.parametrize("offset", [-1, 4, 2**31, -(2**40)])
 def test_checkify_reports_rows_outside(offset):
     dest, src = jnp.zeros((5,)), jnp.ones((2,))
@@ -237,7 +244,7 @@ def test_checkify_reports_rows_outside(offset):
         lambda o: write_slice(dest, src, ranges=((0, 2),), dyn_offset=(0, o)),
     ):
         checked = checkify.checkify(jax.jit(write), errors=checkify.all_checks)
-        assert f"2 rows from {offset} on" in checked(scalar(offset))[0].get()
+        assert "out-of-bounds indexing for array of shape (5,)" in checked(scalar(offset))[0].get()
         assert checked(scalar(3))[0].get() is None
 
 
