@@ -206,10 +206,16 @@ class Op(Generic[P, R]):
     def _adapt(self, args: Any, kwargs: Any) -> tuple[Sequence[Any], dict[str, Any]]:
         assert self.adapt is not None
         try:
-            inspect.signature(self.adapt).bind(*args, **kwargs)
+            self._public.bind(*args, **kwargs)
         except TypeError as error:
             raise SignatureError(f"{self.name}: {error}. Call it as {self.usage()}.") from None
         return self.adapt(*args, **kwargs)
+
+    @functools.cached_property
+    def _public(self) -> inspect.Signature:
+        """That of ``adapt``: reading it costs more than a call."""
+        assert self.adapt is not None
+        return inspect.signature(self.adapt)
 
     def _core(self, call: Call, *arrays: Any) -> Any:
         """What is differentiated: here, whatever runs."""
@@ -327,8 +333,7 @@ class Op(Generic[P, R]):
         """``rms_norm_last_dim(x[*batch d], *, eps=1e-06)``."""
         if self.adapt is None:
             return self.signature.usage()
-        public = inspect.signature(self.adapt)
-        return f"{self.name}{public.replace(return_annotation=inspect.Signature.empty)}"
+        return f"{self.name}{self._public.replace(return_annotation=inspect.Signature.empty)}"
 
     def __repr__(self) -> str:
         return f"<op {self.usage()}; {', '.join(k.name for k in self.kernels)}>"
