@@ -1,8 +1,8 @@
 """Fuel's own literal cases: inputs, parameters and results written down in its tests.
 
 ``cases/literal_cases.json`` holds them as Fuel names things.  Where a decision departs from Fuel,
-the case has the decided value and a ``note`` that says so.  A result with ``checked`` is what a call
-gives whose values are out of range; under checkify the call reports that, in those words.
+the case has the decided value and a ``note`` that says so.  A result with ``checked`` belongs to a
+call whose values are out of range: under checkify the call reports that, in those words.
 """
 
 import functools
