@@ -174,8 +174,6 @@ from .ops.layout import (
     copy as copy,
     flip as flip,
     masked_fill as masked_fill,
-    pad as pad,
-    pad_backward as pad_backward,
     roll as roll,
     tril as tril,
     triu as triu,
@@ -183,6 +181,7 @@ from .ops.layout import (
 from .ops.linalg import (
     matmul as matmul,
 )
+from .ops.padding import pad as pad, pad_backward as pad_backward
 from .ops.reduce import (
     argmax_dim as argmax_dim,
     argmin_dim as argmin_dim,

@@ -136,7 +136,7 @@ def ungrouped(x: Array) -> Array:
 
 def slopes_of(alibi: Array | None, hk: int) -> Array | None:
     """``[hk, g, 1, 1]``."""
-    return None if alibi is None else wide(alibi).reshape(hk, -1, 1, 1)
+    return None if alibi is None else wide(alibi).reshape(hk, len(alibi) // max(hk, 1), 1, 1)
 
 
 # -- products in which nothing leaks -------------------------------------------------------

@@ -1,6 +1,7 @@
 """Softmax cross entropy with integer targets, and its backward."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -150,7 +151,7 @@ def fused_softmax_cross_entropy(
     reduction: Reduction = "mean",
     ignore_index: int = -100,
     return_lse: bool = False,
-) -> Array | tuple[Array, Array]:
+) -> Any:  # an array, or a pair with return_lse
     """Negative log probability of the target:  ln Σ exp(logits) − logits[target].
 
     Sums in float32 (float64 for float64 logits); the loss is float32.  The probabilities are never

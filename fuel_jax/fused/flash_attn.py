@@ -3,6 +3,8 @@
 Axes: b batch, h query heads, hk key heads, sq queries, sk keys, d width of q and k, dv width of v.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,7 +167,7 @@ def flash_attn(
     window_size_right: int | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
-) -> Array | tuple[Array, Array]:
+) -> Any:  # an array, or a pair with return_lse
     """softmax(mask(cap(q·kᵀ·scale) − alibi·|distance|)) · v,  head by head.
 
     Scores and sums in float32 (float64 for float64 operands), rounded once.  Query i stands at

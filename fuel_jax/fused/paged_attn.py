@@ -60,7 +60,7 @@ def rejects(q, k_cache, v_cache, *rest, block_size, **params) -> str | None:
 class Pages(NamedTuple):
     """Where the tokens of each sequence lie."""
 
-    ids: Array  # [b, m] I32; out of range where there is nothing to read
+    ids: Array  # [b, m] I32; any block where there is nothing to read
     lengths: Array  # [b] I32; 0 where invalid
     valid: Array  # [b]
 
@@ -72,7 +72,7 @@ class Pages(NamedTuple):
         used = maths.count(m) * size < lengths[:, None]
         ids, known = maths.within(table, blocks)
         valid = fits & jnp.all(known | ~used, 1)
-        return cls(jnp.where(used & known, ids, blocks), jnp.where(valid, lengths, 0), valid)
+        return cls(jnp.where(used & known, ids, 0), jnp.where(valid, lengths, 0), valid)
 
 
 def expects(q, k_cache, v_cache, block_table, context_lens, *rest, **params):
@@ -91,7 +91,7 @@ def expects(q, k_cache, v_cache, block_table, context_lens, *rest, **params):
 
 
 def read(cache: Array, ids: Array) -> Array:
-    """Blocks ``[b, m]`` of a cache as ``[b, hk, m·bs, d]``; 0 where out of range."""
+    """Blocks ``[b, m]`` of a cache as ``[b, hk, m·bs, d]``."""
     pages = cache.at[ids].get(mode="fill", fill_value=0)
     b, m, size, hk, d = pages.shape
     return jnp.moveaxis(pages.reshape(b, m * size, hk, d), 2, 1)
@@ -197,7 +197,7 @@ def stepwise(
     (b, _, sq, _), (n, size, hk, _), m = q.shape, k_cache.shape, block_table.shape[1]
     pages = Pages.of(n, size, block_table, context_lens)
     each = min(m, max(1, STEP // size))  # blocks
-    ids = jnp.pad(pages.ids, [(0, 0), (0, -m % each)], constant_values=n)
+    ids = jnp.pad(pages.ids, [(0, 0), (0, -m % each)])
     x = wide(maths.grouped(q, hk)) * maths.scale_of(q, softmax_scale)
     slopes, rules = maths.slopes_of(alibi, hk), Rules(None, 0, softcap)
     whole = Places.of(sq, each * size, pages.lengths)

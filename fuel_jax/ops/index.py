@@ -20,17 +20,12 @@ from .._op import Precision
 from ..op_kind import OpKind
 from ..registry import op
 from ..types import Anything, Array, Indices, Numbers
-from ._rows import AS_THEY_ARE, nothing
+from . import _rows
+from ._rows import AS_THEY_ARE, located, nothing
 from .reduce import lifted, no_axis
 
 PRECISION = Precision(float32=2e-6)
 INDEXABLE = 2**31 - 1  # extents an I32 index can tell from out of range
-
-
-def located(indices: Array, extent: int) -> Array:
-    """Indices as I32; one outside [0, extent) at ``extent``: gathers fill, scatters drop there."""
-    i = indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)
-    return jnp.where((i < 0) | (i >= extent), extent, i).astype(jnp.int32)
 
 
 def slices(index: Array, dim: int, ndim: int) -> tuple[Any, ...]:
@@ -325,6 +320,25 @@ def scatter_add(
     """
     dim %= base.ndim
     return added(base, located(indices, base.shape[dim]), src, dim, points)
+
+
+# -- as rows -------------------------------------------------------------------------------
+
+for by_slices, read_or_add in ((index_select, _rows.reading), (index_add, _rows.adding)):
+    by_slices.kernel(
+        "rows", platforms=("cpu",), refuses=_rows.refuses, declines=_rows.is_first_axis
+    )(read_or_add(_rows.of_slices, in_order=False))
+    by_slices.kernel(
+        "in_order", platforms=("cuda",), refuses=_rows.refuses, declines=_rows.is_exact
+    )(read_or_add(_rows.of_slices, in_order=True))
+
+for by_points, read_or_add in ((gather, _rows.reading), (scatter_add, _rows.adding)):
+    by_points.kernel("rows", platforms=("cpu",), refuses=_rows.refuses)(
+        read_or_add(_rows.of_points, in_order=False)
+    )
+    by_points.kernel(
+        "in_order", platforms=("cuda",), refuses=_rows.refuses, declines=_rows.is_exact
+    )(read_or_add(_rows.of_points, in_order=True))
 
 
 # -- what is not zero ----------------------------------------------------------------------

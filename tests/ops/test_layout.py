@@ -15,12 +15,11 @@ from fuel_jax.ops.layout import (
     copy,
     flip,
     masked_fill,
-    pad,
-    pad_backward,
     roll,
     tril,
     triu,
 )
+from fuel_jax.ops.padding import pad, pad_backward
 
 from ..refused import refused
 
