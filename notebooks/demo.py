@@ -169,7 +169,7 @@ def demonstrate(config: model.Config, text: Text, asked: argparse.Namespace) -> 
     print(f"{len(text.train):,} characters of Python's documentation, {count:,} weights")
     print(running_on())
     q, k = (
-        jax.ShapeDtypeStruct((BATCH, heads, SEQUENCE, config.head_width), jnp.float32)
+        jnp.zeros((BATCH, heads, SEQUENCE, config.head_width), jnp.float32)
         for heads in (config.heads, config.kv_heads)
     )
     print("\nWho runs, for the op that matters most:")
