@@ -53,30 +53,20 @@ def test_a_file_is_read_in_one_sitting(path):
 
 
 IMPORT = """
-import time, sys
-import jax
-before = time.perf_counter()
+import sys
 import fuel_jax
-took = time.perf_counter() - before
 heavy = {"matplotlib", "rich", "gguf", "safetensors", "torch"} & set(sys.modules)
 assert not heavy, heavy
 from jax._src import xla_bridge
 assert not xla_bridge._backends, "a device was opened"
-print(took)
 """
 
 
-def test_importing_is_silent_opens_no_device_and_is_quick():
-    runs = [
-        subprocess.run(
-            [sys.executable, *"-W error -c".split(), IMPORT], capture_output=True, text=True
-        )
-        for _ in range(3)
-    ]
-    for run in runs:
-        assert run.returncode == 0, run.stderr
-        assert run.stderr == ""
-    assert min(float(run.stdout) for run in runs) <= 0.25  # seconds over `import jax`
+def test_importing_is_silent_and_opens_no_device():
+    command = [sys.executable, *"-W error -c".split(), IMPORT]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert (run.stdout, run.stderr) == ("", "")
 
 
 def test_a_pin_is_part_of_the_cache_key_of_the_program_around_it():

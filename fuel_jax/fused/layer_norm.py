@@ -37,7 +37,8 @@ def centred(x: Array, eps: float) -> tuple[Array, Array]:
     # A mean of 1e4 is rounded by 1e-3: the mean of what is left takes that out again, in one pass
     # with the variance.
     left = jnp.mean(d, -1, keepdims=True)
-    variance = jnp.mean(jnp.square(d), -1, keepdims=True) - jnp.square(left)
+    square = jnp.mean(jnp.square(d), -1, keepdims=True)
+    variance = square - jnp.where(jnp.isinf(square), 0, jnp.square(left))
     return d - left, lax.rsqrt(variance + eps)
 
 

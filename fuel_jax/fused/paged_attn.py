@@ -92,8 +92,10 @@ def expects(q, k_cache, v_cache, block_table, context_lens, *rest, **params):
 
 def read(cache: Array, ids: Array) -> Array:
     """Blocks ``[b, m]`` of a cache as ``[b, hk, m·bs, d]``."""
-    pages = cache.at[ids].get(mode="fill", fill_value=0)
-    b, m, size, hk, d = pages.shape
+    (b, m), (n, size, hk, d) = ids.shape, cache.shape
+    if n == 0:
+        return jnp.zeros((b, hk, m * size, d), cache.dtype)
+    pages = cache.at[ids].get(mode="promise_in_bounds")
     return jnp.moveaxis(pages.reshape(b, m * size, hk, d), 2, 1)
 
 
