@@ -23,7 +23,7 @@ from training import BATCH, SEQUENCE, Step, Text, held_out_loss, python_document
 
 import fuel_jax
 
-STEPS, SEED = 500, 0
+STEPS, SEED = 600, 0
 PROMPT, TEMPERATURE = "The ", 0.6
 
 
