@@ -170,6 +170,20 @@ class Op(Generic[P, R]):
         self.inputs, self.params = self.signature.inputs, self.signature.params
         self.kernels = [Kernel("xla", body)]
 
+    # -- calling ---------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _jitted(self) -> Any:
+        """The compiled op.  Made on first use: to make them all would double the import's time."""
+        return self._compiled()
+
+    @functools.cached_property
+    def _donating(self) -> Any:
+        """The compiled op, the buffer of its destructive input handed over."""
+        assert self.destructive_input is not None
+        return self._compiled(donate_argnums=1 + self.destructive_input)
+
+    def _compiled(self, **options: Any) -> Any:
         def traced(call: Call, *arrays: Any) -> Any:
             params = call.params
             self._check(params, arrays)
@@ -177,13 +191,7 @@ class Op(Generic[P, R]):
             return self._core(call, *vary_alike(arrays))
 
         traced.__name__ = self.name  # as jaxprs, HLO and profiles show it
-        self._jitted: Any = jax.jit(traced, static_argnums=0)
-        if destructive_input is not None:
-            self._donating: Any = jax.jit(
-                traced, static_argnums=0, donate_argnums=1 + destructive_input
-            )
-
-    # -- calling ---------------------------------------------------------------------------
+        return jax.jit(traced, static_argnums=0, **options)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         params, arrays = self._bind(args, kwargs)
@@ -255,7 +263,8 @@ class Op(Generic[P, R]):
         if kernel.name in [k.name for k in self.kernels]:
             raise ArgumentError(f"{self.name}: kernel {kernel.name!r} is registered already.")
         self.kernels.insert(-1, kernel)
-        self._jitted.clear_cache()
+        for compiled in ("_jitted", "_donating"):
+            self.__dict__.pop(compiled, None)
 
     def using(self, name: str) -> Callable[P, R]:
         """The op pinned to one implementation, its gradient included: ``op.using("xla")(x)``.
