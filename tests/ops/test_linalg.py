@@ -52,6 +52,20 @@ def test_bytes_sum_in_i32_and_saturate():
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("kernel", ["xla", "float_sums"])
+def test_sums_of_bytes_are_exact_however_long(kernel):
+    """Partial sums of 3 · 10⁷, beyond what float32 counts to, that all but cancel."""
+    a, b = np.full((1, 4097), 127, np.int8), np.full((4097, 1), -128, np.int8)
+    a[0, 2048:4096] = -127
+    a[0, 4096], b[4096] = 3, 5
+    assert matmul.using(kernel)(jnp.asarray(a), jnp.asarray(b)).tolist() == [[15]]
+    rng = np.random.default_rng(1)
+    a, b = (rng.integers(0, 2, s).astype(np.uint8) for s in ((3, 700), (700, 2)))
+    want = np.clip(a.astype(int) @ b.astype(int), 0, 255)
+    assert (want < 255).any()
+    np.testing.assert_array_equal(matmul.using(kernel)(jnp.asarray(a), jnp.asarray(b)), want)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_halves_sum_in_float32_and_round_once(dtype, draw):
     """A sum of halves would stall at 256 or 2048; rounding twice would show beside NumPy's."""
