@@ -64,6 +64,11 @@ def holds(dtype: Any, value: Number) -> bool:
     return (math.isnan(stored), math.isinf(stored)) == (math.isnan(number), math.isinf(number))
 
 
+def filling(x: Array, value: Number) -> Array:
+    """The value in the dtype of ``x``; a Python int may be longer than any of JAX's."""
+    return jnp.asarray(float(value) if is_float(x) else value, x.dtype)
+
+
 # -- dtype ---------------------------------------------------------------------------------
 
 
@@ -308,7 +313,7 @@ def masked_fill(
     Raises:
         ArgumentError: the dtype of ``x`` cannot hold ``value``, as float16 cannot hold −1e9.
     """
-    return jnp.where(mask.astype(bool), jnp.asarray(value, x.dtype), x)
+    return jnp.where(mask.astype(bool), filling(x, value), x)
 
 
 # -- place ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from ..numerics import is_float, wide
 from ..op_kind import OpKind as K
 from ..registry import op
 from ..types import Anything, Array, Floats, Padding
-from .layout import EXACT, Number, example, misfit
+from .layout import EXACT, Number, example, filling, misfit
 
 Mode = Literal["constant", "reflect", "replicate"]
 
@@ -75,7 +75,7 @@ def padded(x: Array, *, padding: Padding, mode: str, value: Number) -> Array:
     """``x`` with its margins."""
     if mode == "constant":
         config = [(before, after, 0) for before, after in padding]
-        return lax.pad(x, jnp.asarray(value, x.dtype), config)
+        return lax.pad(x, filling(x, value), config)
     y = wide(x) if is_float(x) else x  # so that its transpose sums in float32, and rounds once
     for axis, (before, after) in enumerate(padding):
         if not before + after:
