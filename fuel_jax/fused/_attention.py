@@ -182,8 +182,9 @@ def _(size: int, batched: list[bool], x: Array) -> tuple[Array, bool]:
 def weigh(e: Array, v: Array, seen: Array | None) -> Array:
     """``e @ v``, in which the values of keys not ``seen`` are not multiplied.
 
-    The plain product is right if it comes out finite.  Else it is repeated, one column of v after
-    the other, with a select.
+    The plain product is right if it comes out finite.  Else the rows that see nothing wrong are
+    those of the finite values, and the others are summed as they are, with a select, one column of
+    v after the other.
     """
     o = einsum(VALUES, e, v)
     if seen is None:
@@ -191,7 +192,8 @@ def weigh(e: Array, v: Array, seen: Array | None) -> Array:
 
     def exact() -> Array:
         column = lambda v: jnp.sum(jnp.where(seen, e * v[..., None, None, :], 0), -1)
-        return jnp.moveaxis(lax.map(column, jnp.moveaxis(v, -1, 0)), 0, -1)
+        sums = jnp.moveaxis(lax.map(column, jnp.moveaxis(v, -1, 0)), 0, -1)
+        return jnp.where(jnp.isfinite(sums), einsum(VALUES, e, finite(v)), sums)
 
     return lax.cond(all_finite(lax.stop_gradient(o)), lambda: o, exact)
 
@@ -285,9 +287,10 @@ def gradients(
     e, total, _ = softmax_parts(s)
     nothing = total == 0
     p = e * jnp.where(nothing, 0, 1 / jnp.where(nothing, 1, total))
-    pdp = p * product(g, v)
+    dp = product(g, v)
     if seen is not None:
-        g, pdp = jnp.where(nothing, 0, g), jnp.where(seen, pdp, 0)
+        g, dp = jnp.where(nothing, 0, g), jnp.where(seen, dp, 0)
+    pdp = p * dp
     mean = jnp.sum(pdp, -1, keepdims=True)
     if dlse is not None:
         mean = mean - jnp.where(nothing, 0, dlse[..., None])
