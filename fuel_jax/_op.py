@@ -34,7 +34,7 @@ from jax.core import Tracer
 from ._choose import PIN, Choice, Kernel, KernelCaps, Reason, choose, decide, never
 from ._signature import Signature
 from .errors import ArgumentError, SignatureError, UnsupportedKernel
-from .numerics import vary_alike
+from .numerics import check, vary_alike
 from .op_kind import OpKind
 
 P = ParamSpec("P")
@@ -136,7 +136,7 @@ class Op(Generic[P, R]):
         precision: Precision,
         outputs: Sequence[str] = ("y",),
         rejects: Reason = never,
-        expects: Callable[..., None] = never,
+        expects: Callable[..., Any] = never,
         adapt: Callable[..., tuple[Sequence[Any], dict[str, Any]]] | None = None,
         destructive_input: int | None = None,
         examples: Examples = lambda: (),
@@ -151,7 +151,8 @@ class Op(Generic[P, R]):
             outputs: slot names, in order.
             rejects: ``(*avals, **params) -> reason | None`` for what annotations cannot express;
                 a reason begins with the argument, tells what arrived, what was wanted, what to do.
-            expects: ``(*arrays, **params)`` for values; checks with ``checkify.debug_check``.
+            expects: ``(*arrays, **params) -> bool array | None``, what must hold of values.  They
+                cannot raise under jit; under ``checkify`` they do.
             adapt: the public signature where it differs from the body's (an array inside a keyword
                 argument); returns the body's ``(arrays, params)``.
             destructive_input: position of the operand whose buffer an eager call gives up.
@@ -187,7 +188,7 @@ class Op(Generic[P, R]):
         def traced(call: Call, *arrays: Any) -> Any:
             params = call.params
             self._check(params, arrays)
-            self.expects(*arrays, **params)
+            check(self.expects(*arrays, **params))
             return self._core(call, *vary_alike(arrays))
 
         traced.__name__ = self.name  # as jaxprs, HLO and profiles show it

@@ -161,12 +161,11 @@ def test_what_lies_outside_leaks_into_no_gradient(kernel):
 def test_checkify_reports_what_is_outside(at):
     x, index, good = jnp.ones((3,)), jnp.array([0, at, 2]), jnp.array([0, 1, 2])
     for op in (index_select, gather, index_add, scatter_add):
-        for where, says in ((index, f"{op.name}: 'indices' holds one outside [0, 3)"), (good, "")):
+        for where, bad in ((index, True), (good, False)):
             operands = (x, where) if op in (index_select, gather) else (x, where, x)
             f = jax.jit(lambda *xs, op=op: op(*xs, dim=0))
             error, _ = checkify.checkify(f, errors=checkify.all_checks)(*operands)
-            assert (error.get() or "").startswith(says)
-            assert bool(error.get()) == bool(says)
+            assert bool(error.get()) == bad
 
 
 # -- repeats -------------------------------------------------------------------------------
