@@ -22,6 +22,8 @@ Reduction = Literal["mean", "sum", "none"]
 FLOATS = ("float32", "float64", "bfloat16", "float16")
 INTS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 
+ANYTHING = (*FLOATS, *INTS, "bool", "complex64", "complex128")
+ANYTHING += ("float8_e4m3fn", "float8_e5m2", "int4", "uint4")
 NARROWED = {  # what JAX makes of a 64-bit dtype while jax_enable_x64 is off
     **{"float64": "float32", "int64": "int32", "uint64": "uint32", "complex128": "complex64"},
 }
@@ -66,9 +68,7 @@ else:
     class Anything(AbstractDtype):
         """Whatever JAX can store: ops that move elements and never look at them."""
 
-        dtypes = (*FLOATS, *INTS, "bool", "complex64", "complex128")
-        dtypes += ("float8_e4m3fn", "float8_e5m2", "int4", "uint4")
-        shared = True
+        dtypes, shared = ANYTHING, True
 
     class Wide(AbstractDtype):
         """What sums are taken in: F32, or F64 beside F64 operands.  Statistics, scales, states."""
@@ -106,8 +106,12 @@ else:
         dtypes, shared = ("uint32",), False
 
 
-class DType:
-    """Annotation of a parameter that names a dtype; its values are canonical dtype names."""
+if TYPE_CHECKING:
+    DType = Any
+else:
+
+    class DType:
+        """Annotation of a parameter that names a dtype; its values are canonical dtype names."""
 
 
 def dtype_named(value: Any, op: str = "cast", parameter: str = "dtype") -> str:

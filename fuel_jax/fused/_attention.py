@@ -91,7 +91,7 @@ def within(x: Array, end: int) -> tuple[Array, Array]:
     return jnp.where(valid, x, jnp.zeros_like(x)).astype(jnp.int32), valid
 
 
-def keys_in_use(k_len: Array | None, sk: int) -> tuple[Array | None, Array | None]:
+def keys_in_use(k_len: Any, sk: int) -> tuple[Array | None, Array | None]:
     """``k_len`` in I32 and where it is from 0 to ``sk``; None and None if all keys are in use."""
     return (None, None) if k_len is None else within(k_len, sk + 1)
 

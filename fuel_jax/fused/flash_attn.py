@@ -116,17 +116,21 @@ def flash_attn_backward(
         softcap=softcap,
     )
     length, _ = maths.keys_in_use(k_len, sk)
-    queries = [None if x is None else wide(maths.grouped(x, hk)) for x in (do, dlse)]
+    do_grouped = wide(maths.grouped(do, hk))
+    dlse_grouped = None if dlse is None else wide(maths.grouped(dlse, hk))
     dq, dk, dv, dslopes = maths.gradients(
         wide(maths.grouped(q, hk)) * scale,
         wide(k),
         wide(v),
-        *queries,
+        do_grouped,
+        dlse_grouped,
         maths.slopes_of(alibi, hk),
         Places.of(sq, sk, length),
         rules,
     )
-    dalibi = None if alibi is None else dslopes.sum(0).reshape(-1).astype(alibi.dtype)
+    dalibi = None
+    if alibi is not None and dslopes is not None:
+        dalibi = dslopes.sum(0).reshape(-1).astype(alibi.dtype)
     dq = maths.ungrouped(dq * scale).astype(q.dtype)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), dalibi
 
@@ -384,7 +388,7 @@ def by_flash_attn(i: int):
     return run
 
 
-limits = {"refuses": chunked.refuses, "declines": chunked.declines}
+limits: dict[str, Any] = {"refuses": chunked.refuses, "declines": chunked.declines}
 flash_attn.kernel("chunked", **limits)(chunked.forward)
 flash_attn_backward.kernel("chunked", **limits)(chunked.backward)
 flash_attn_backward_q.kernel("flash_attn")(by_flash_attn(0))

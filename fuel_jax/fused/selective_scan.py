@@ -89,7 +89,7 @@ def selective_scan_backward(
     dlast_state: Wide[Array, "batch d n"] | None = None,
     *,
     delta_softplus: bool = False,
-) -> tuple[Array, Array, Array, Array, Array, Array]:
+) -> tuple[Array, ...]:
     """Gradient of :func:`selective_scan`:  λₜ = cₜ·gₜ + exp(Δₜ₊₁·a)·λₜ₊₁,  backwards in time.
 
     λ is the cotangent of the state.  The states are computed twice: once to keep every √l-th, then

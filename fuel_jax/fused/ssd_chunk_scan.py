@@ -167,7 +167,7 @@ def ssd_chunk_scan_backward(
     dlast_state: Wide[Array, "batch h p n"] | None = None,
     *,
     chunk_size: int = 64,
-) -> tuple[Array, Array, Array, Array, Array, Array]:
+) -> tuple[Array, ...]:
     """Gradient of :func:`ssd_chunk_scan`, chunk by chunk from the last.
 
     The states between chunks are computed again and kept; what is inside a chunk only while its

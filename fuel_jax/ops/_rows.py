@@ -22,7 +22,7 @@ from ..types import Array
 from .reduce import lifted
 
 LIMIT = 2**31  # rows, and indices beyond them, are counted in I32
-AS_THEY_ARE = {"wrap_negative_indices": False}  # no index is negative once located
+AS_THEY_ARE: dict[str, Any] = {"wrap_negative_indices": False}  # no index is negative once located
 
 
 def located(indices: Array, extent: int) -> Array:

@@ -80,7 +80,7 @@ def clipped(index: Array, low: int, high: int) -> Array:
 
 
 def written(
-    dest: Array, src: Array, start: Array, axis: int, ranges: Ranges, ring: int | None = None
+    dest: Array, src: Array, start: Any, axis: int, ranges: Ranges, ring: int | None = None
 ) -> Array:
     """``dest``, its rows ``start + r`` along ``axis`` replaced by row r of ``src``.
 
@@ -295,9 +295,10 @@ def write_slice_rotating(
             that is out of range, or fewer rows than ``src`` has.
     """
     along, ranges = axis % dest.ndim, whole(dest, src, axis, ranges)
-    if position.dtype.itemsize < 4:
-        position = position.astype(jnp.int32)
-    first = jnp.remainder(position, jnp.asarray(modulus, position.dtype)).astype(int)
+    at = jnp.asarray(position)
+    if at.dtype.itemsize < 4:
+        at = at.astype(jnp.int32)
+    first = jnp.remainder(at, jnp.asarray(modulus, at.dtype)).astype(int)
     y = written(dest, src, first, along, ranges, modulus)
     if src.shape[along] > 1:  # the rows that went past the end, seen from the beginning
         y = written(y, src, first - modulus, along, ranges, modulus)

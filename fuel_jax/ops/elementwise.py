@@ -21,7 +21,7 @@ from ..registry import enter, op
 from ..types import Anything, Array, Floats, Mask, Numbers
 
 PRECISION = Precision(float32=2e-6)
-Jvp = Callable[[Array, Array, Array], Array]
+Jvp = Callable[..., Array]  # of x, the result and the tangent
 
 
 def lifted(x: Array) -> Array:
@@ -59,7 +59,7 @@ def with_jvp(f: Callable[[Array], Array], jvp: Jvp | None) -> Callable[[Array], 
     return core
 
 
-def unary(kind, f, formula, jvp=None, dtypes=Floats, domain=(-4.03, 3.96)) -> Op:
+def unary(kind, f, formula, jvp=None, dtypes: Any = Floats, domain=(-4.03, 3.96)) -> Op:
     """Row of a function of one array."""
     core = with_jvp(f, jvp)
 
@@ -74,7 +74,9 @@ def unary(kind, f, formula, jvp=None, dtypes=Floats, domain=(-4.03, 3.96)) -> Op
     )
 
 
-def binary(kind, f, formula, dtypes=Numbers, left=(-3.03, 2.96), right=(0.5, 4.0)) -> Op:
+def binary(
+    kind, f, formula, dtypes: Any = Numbers, left=(-3.03, 2.96), right=(0.5, 4.0)
+) -> Op:
     """Row of a function of two arrays of equal shape and dtype."""
 
     def body(a, b):
@@ -95,11 +97,14 @@ def comparison(kind, f, formula) -> Op:
     def body(a, b):
         return f(a, b).astype(jnp.uint8)
 
-    note = Numbers[Array, "*shape"]
-    body.__annotations__ = {"a": note, "b": note, "return": Mask[Array, "*shape"]}
+    numbers: Any = Numbers
+    mask: Any = Mask
+    note = numbers[Array, "*shape"]
+    body.__annotations__ = {"a": note, "b": note, "return": mask[Array, "*shape"]}
     args = "    a: any shape.\n    b: shape and dtype of ``a``."
     described(body, kind, formula, args)
-    body.__doc__ = body.__doc__.replace("An array like the first.", "U8, 1 where true, 0 elsewhere.")
+    page = body.__doc__ or ""
+    body.__doc__ = page.replace("An array like the first.", "U8, 1 where true, 0 elsewhere.")
     x = np.array([0.5, -1, 2, 2, 0, -0.0], np.float32)
     examples = lambda: ({"a": x, "b": x[::-1].copy()}, {"a": x[0], "b": x[0]})
     return enter(Op(body, kind=kind, precision=PRECISION, examples=examples))

@@ -15,7 +15,7 @@ from .._signature import shorten
 from ..numerics import is_float, wide
 from ..op_kind import OpKind as K
 from ..registry import enter, op
-from ..types import Anything, Array, DType, Mask
+from ..types import ANYTHING, Anything, Array, DType, Mask
 
 EXACT = Precision(float32=0.0)
 Number = int | float
@@ -74,7 +74,7 @@ def filling(x: Array, value: Number) -> Array:
 
 def cast_rejects(x, *, dtype):
     """Complex numbers, and dtypes that no array here has."""
-    if dtype not in Anything.dtypes or "complex" in dtype:
+    if dtype not in ANYTHING or "complex" in dtype:
         return f"parameter 'dtype' is {dtype}; it must be a float, an integer or bool."
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return f"'x' is {x.dtype.name}; it must be real. Take its real or imaginary part first."
