@@ -1,0 +1,96 @@
+"""What is true of the chunked state-space scan in particular."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fuel_jax import ssd_chunk_scan
+
+from ..refused import refused
+
+
+def oracle(x, dt, a, b, c, h=None):
+    """The recurrence, step by step, in NumPy, in float64."""
+    x, dt, a, b, c = (np.asarray(v, np.float64) for v in (x, dt, a, b, c))
+    b, c = (np.repeat(v, x.shape[2] // v.shape[2], 2) for v in (b, c))
+    h = np.zeros((x.shape[0], *x.shape[2:], b.shape[3])) if h is None else np.asarray(h, np.float64)
+    y = np.zeros(x.shape)
+    for t in range(x.shape[1]):
+        s = dt[:, t, :, None, None]
+        h = np.exp(s * a[:, None, None]) * h + s * x[:, t, ..., None] * b[:, t, :, None]
+        y[:, t] = (h * c[:, t, :, None]).sum(-1)
+    return y, h
+
+
+def operands(draw, length, groups=2, dtype="float32"):
+    shapes = ((2, length, 4, 3), (2, length, 4), (4,), *[(2, length, groups, 5)] * 2)
+    x, dt, a, b, c = (draw(shape, dtype) / 2 for shape in shapes)
+    return x, abs(dt), -abs(a), b, c
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize(("length", "size"), [(0, 1), (0, 8), (1, 1), (6, 3), (34, 17)])
+def test_agrees_with_the_definition(length, size, groups, draw):
+    xs = operands(draw, length, groups)
+    for got, want in zip(ssd_chunk_scan(*xs, chunk_size=size), oracle(*xs), strict=True):
+        assert got.shape == want.shape
+        np.testing.assert_allclose(got, want, atol=5e-6 * max(1, abs(want).max(initial=0)))
+
+
+def test_every_divisor_gives_the_same(draw):
+    xs = operands(draw, 12, dtype="float64")
+    want = oracle(*xs)
+    for size in (1, 2, 3, 4, 6, 12):
+        for got, wanted in zip(ssd_chunk_scan(*xs, chunk_size=size), want, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_strong_and_weak_decays_keep_their_promise(draw):
+    x, dt, _, b, c = operands(draw, 256)
+    for a in (jnp.full(4, -30.0), jnp.full(4, -1e-4), jnp.array([-30.0, -1e-4, 0.0, -1.0])):
+        xs = x, dt, a.astype("float32"), b, c
+        for got, want in zip(ssd_chunk_scan(*xs), oracle(*xs), strict=True):
+            assert (
+                abs(np.asarray(got, np.float64) - want).max()
+                <= ssd_chunk_scan.precision.float32 * abs(want).max()
+            )
+
+
+def test_a_sequence_may_be_cut_and_continued(draw):
+    x, dt, a, b, c = operands(draw, 12, dtype="float64")
+    whole, last = ssd_chunk_scan(x, dt, a, b, c, chunk_size=4)
+    cut = lambda v, part: v[:, part]
+    h, parts = None, []
+    for part in (slice(0, 4), slice(4, 12)):
+        given = [cut(v, part) for v in (x, dt)], [cut(v, part) for v in (b, c)]
+        y, h = ssd_chunk_scan(*given[0], a, *given[1], h, chunk_size=4)
+        parts.append(y)
+    np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(h, last, rtol=1e-9, atol=1e-12)
+
+
+def test_dt_enters_twice():
+    """mamba#551: in the decay and in the input."""
+    one = jnp.ones((1, 1, 1, 1))
+    y, _ = ssd_chunk_scan(one, one[..., 0] / 2, -jnp.ones(1), one, one, chunk_size=1)
+    assert y[0, 0, 0, 0] == 0.5
+
+
+def test_no_array_of_all_states_is_held():
+    """Neither forward nor backward: [B, L, H, P, N] would take 256 MiB here."""
+    shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
+    given = [shape(1, 2048, 8, 64), shape(1, 2048, 8), shape(8), *[shape(1, 2048, 8, 64)] * 2]
+    for f in (ssd_chunk_scan, jax.grad(lambda *xs: ssd_chunk_scan(*xs)[0].sum(), range(5))):
+        held = jax.jit(f).lower(*given).compile().memory_analysis().temp_size_in_bytes
+        assert held <= 2048 * 8 * 64 * 64 * 4 / 2
+
+
+def test_bad_calls(draw):
+    x, dt, a, b, c = operands(draw, 12)
+    for size in (0, 5, -4):
+        refused(ssd_chunk_scan, x, dt, a, b, c, chunk_size=size, match=f"'chunk_size' is {size}")
+    three = jnp.zeros((2, 12, 3, 5), "float32")
+    refused(ssd_chunk_scan, x, dt, a, three, three, chunk_size=4, match="'b' has 3 groups")
+    refused(ssd_chunk_scan, x, dt[:, :6], a, b, c, chunk_size=4, match="its axis l is 6")
+    refused(ssd_chunk_scan, x, dt, a, b, chunk_size=4, match="array 'c' is missing")
