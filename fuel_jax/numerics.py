@@ -25,6 +25,11 @@ def is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
+def lifted(x: Array) -> Array:
+    """``x`` in the dtype it is computed in: floats widened, integers as they are."""
+    return wide(x) if is_float(x) else x
+
+
 @jax.custom_jvp
 def uncontracted(y: Array) -> Array:
     """``y``, but a product in it is rounded before anything is subtracted from it.

@@ -15,18 +15,13 @@ import numpy as np
 from jax import lax
 
 from .._op import Op, Precision
-from ..numerics import is_float, wide
+from ..numerics import is_float, lifted, wide
 from ..op_kind import OpKind as K
 from ..registry import enter, op
 from ..types import Anything, Array, Floats, Mask, Numbers
 
 PRECISION = Precision(float32=2e-6)
 Jvp = Callable[..., Array]  # of x, the result and the tangent
-
-
-def lifted(x: Array) -> Array:
-    """``x`` in the dtype it is computed in."""
-    return wide(x) if is_float(x) else x
 
 
 def spread(shape: Sequence[int], low: float, high: float) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from .._op import Precision
-from ..numerics import is_float, wide, zeros
+from ..numerics import lifted, wide, zeros
 from ..op_kind import OpKind
 from ..registry import op
 from ..types import Array, Floats, Numbers
@@ -19,11 +19,6 @@ from ._extremes import BLOCK, extreme, position, position_in_blocks
 PRECISION = Precision(float32=2e-6)
 Dims = tuple[int, ...] | int | None
 Shape = tuple[int, ...]
-
-
-def lifted(x: Array) -> Array:
-    """``x`` in the dtype it is accumulated in: integers in their own."""
-    return wide(x) if is_float(x) else x
 
 
 # -- which axes ----------------------------------------------------------------------------
