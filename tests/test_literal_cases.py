@@ -2,7 +2,7 @@
 
 ``cases/literal_cases.json`` holds them as Fuel names things.  Where a decision departs from Fuel,
 the case has the decided value and a ``note`` that says so.  A result with ``checked`` belongs to a
-call whose values are out of range: under checkify the call reports that, as an access out of bounds.
+call whose values are out of range: under checkify it reports an access out of bounds.
 """
 
 import functools
