@@ -55,8 +55,8 @@ def test_training_lowers_the_loss():
     tokens = TEXT.train[: 4 * 13].reshape(4, 13)
     state, losses = training.start(weights()), []
     loss = functools.partial(model.loss, SMALL)
-    for _ in range(40):
-        state, value = training.train_step(loss, 40, state, tokens)
+    for _ in range(80):
+        state, value = training.train_step(loss, 80, state, tokens)
         losses.append(float(value))
     assert losses[-1] < losses[0] - 1
 
