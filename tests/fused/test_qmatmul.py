@@ -180,18 +180,6 @@ def test_weights_are_ggml_s(quant_type):
 
 
 @every_type
-def test_weights_are_those_of_the_gguf_package(quant_type):
-    gguf = pytest.importorskip("gguf", reason="the reference decoder of llama.cpp")
-    if quant_type == "Q8_1":
-        pytest.skip("the gguf package has no decoder for Q8_1")
-    name = f"{quant_type[:2]}_K" if quant_type.endswith("K") else quant_type
-    b = blocks(quant_type, 7, 512, seed=1)
-    packed = b.reshape(7, -1)
-    want = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[name]).reshape(7, 512)
-    np.testing.assert_array_equal(weight(quant_type, b, 512), want)
-
-
-@every_type
 @pytest.mark.parametrize("code", [0x00, 0x7F, 0x80, 0xFF])
 @pytest.mark.parametrize("scale", [1.0, -65504.0, 2.0**-24])
 def test_extreme_codes_and_scales(quant_type, code, scale):
