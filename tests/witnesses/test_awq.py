@@ -140,7 +140,7 @@ def test_bad_calls():
 @pytest.fixture
 def autoawq(monkeypatch):
     """``autoawq(file)`` -> that module of AutoAWQ, without what importing the package wants."""
-    pytest.importorskip("torch", reason="AutoAWQ needs it")
+    pytest.importorskip("torch", reason="torch is not installed: AutoAWQ needs it")
     found = importlib.util.find_spec("awq")
     if found is None:
         pytest.skip("AutoAWQ is not installed: pip install --no-deps autoawq")

@@ -193,7 +193,7 @@ def test_results_and_gradients(case):
 
 @pytest.mark.parametrize("case", ["mamba", "mamba2"])
 def test_float32_against_float64(case):
-    """Ours and theirs are as near: a few roundings.  Which is nearer changes from array to array."""
+    """Ours and theirs are both a few roundings away; which is nearer changes by the array."""
     f, block_class, config, mask = CASES[case]
     given = data(9, 6), data(9, 7), mask
     exact = theirs(block_class, config, "float64", *given)
