@@ -3,9 +3,9 @@
 ``quantize`` packs for ``qmatmul``, ``quantize_nf4`` for ``nf4_matmul``, ``quantize_awq`` for
 ``awq_matmul``.  A weight is ``W[n, k]``, as its layer computes  x @ Wᵀ.
 
-All round to nearest, from the weights alone: no sample of activations decides which weights
-matter.  Scales are rounded up, so that no weight is clipped and each lands within half a step of
-where it was; where the ``gguf`` package has an encoder, its bytes are taken.  NumPy, on the host.
+All round to nearest, from the weights alone: no sample of activations decides which of them matter.
+Scales are rounded up, so that no weight is clipped and each is off by half a step at most.  Blocks
+of 32 are the ``gguf`` package's, where some are off by a whole step.  NumPy, on the host.
 """
 
 from collections.abc import Callable
@@ -40,10 +40,12 @@ def matrix(w: ArrayLike, caller: str) -> Floats:
         )
     with np.errstate(over="ignore"):
         x = given.astype(np.float32)
-    if bad := np.argwhere(~np.isfinite(x)).tolist():
+    bad = ~np.isfinite(x)
+    if bad.any():
+        i, j = divmod(int(bad.argmax()), x.shape[1])
         raise ArgumentError(
-            f"{caller}: 'w' at {bad[0]} is {given[tuple(bad[0])]}; packed weights are finite. "
-            f"({len(bad)} of {x.size} are not, in float32.)"
+            f"{caller}: 'w' at [{i}, {j}] is {given[i, j]}; packed weights are finite in float32. "
+            f"({bad.sum()} of {x.size} are not.)"
         )
     return x
 
@@ -191,9 +193,8 @@ def q6k(w: Floats) -> Parts:
     return [packed(q & 15, 4, run=64), packed(q >> 4, 2, run=32), scale.view(np.uint8), raw(d)]
 
 
-ENCODERS: dict[str, Callable[[Floats], Parts]] = {
-    **{"Q2K": q2k, "Q3K": q3k, "Q4K": q4k, "Q5K": q5k, "Q6K": q6k}
-}
+Encoder = Callable[[Floats], Parts]
+ENCODERS: dict[str, Encoder] = {"Q2K": q2k, "Q3K": q3k, "Q4K": q4k, "Q5K": q5k, "Q6K": q6k}
 ENCODERS |= {f"Q{bits}_K": ENCODERS[f"Q{bits}K"] for bits in (2, 3, 4, 5, 6)}
 ENCODERS |= {"Q4_K_M": q4k}
 BY_GGUF = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
@@ -284,7 +285,7 @@ def quantize_nf4(
     absmax = np.abs(blocks).max(-1)
     between = (LEVELS[1:] + LEVELS[:-1]) / 2
     code = np.searchsorted(between, quotient(blocks, absmax[..., None])).astype(np.uint8)
-    first, second = np.moveaxis(code.reshape(len(x), -1, 2), -1, 0)
+    first, second = np.moveaxis(code.reshape(len(x), x.shape[1] // 2, 2), -1, 0)
     if low_nibble_first:
         first, second = second, first
     return first << np.uint8(4) | second, absmax
@@ -329,5 +330,5 @@ def quantize_awq(w: ArrayLike, group_size: int = 128) -> tuple[Words, Words, NDA
 
 def nibbles(code: Floats) -> Words:
     """Eight codes a word, the first one lowest: ``[n, 8w]`` to ``[n, w]``."""
-    eight = code.astype(np.uint32).reshape(len(code), -1, 8)
+    eight = code.astype(np.uint32).reshape(len(code), code.shape[1] // 8, 8)
     return np.bitwise_or.reduce(eight << np.arange(0, 32, 4, dtype=np.uint32), axis=-1)

@@ -237,6 +237,16 @@ def test_awq_is_within_half_a_step(w, group):
     assert (step[..., 0] <= span / 15 * (1 + 2.0**-9) + TINY).all()
 
 
+@pytest.mark.parametrize("shape", [(0, 128), (3, 0), (0, 0)])
+def test_nothing_in_four_bits(shape):
+    n, k = shape
+    x = np.zeros((2, k), np.float32)
+    for pack, product in ((quantize_nf4, fuel_jax.nf4_matmul), (quantize_awq, fuel_jax.awq_matmul)):
+        y = product(x, *pack(np.zeros(shape, np.float32)))
+        assert y.shape == (2, n)
+        assert not y.any()
+
+
 def test_the_awq_product_reads_the_same_weights():
     w = drawn(3, 384)
     weight, zeros, scales = quantize_awq(w, 32)
@@ -273,7 +283,7 @@ def test_weights_that_cannot_be_packed(name):
         refused(bad, rf"at \[1, 7\] is {value}; .*1 of 512")
     wide = w.astype(np.float64)
     wide[0, 3] = 1e39
-    refused(wide, r"at \[0, 3\] is 1e\+39")
+    refused(wide, r"at \[0, 3\] is 1e\+39; packed weights are finite in float32")
 
 
 @pytest.mark.parametrize(
