@@ -37,8 +37,12 @@ class Row:
 # -- elementwise ---------------------------------------------------------------------------
 
 
-def alone(op, *inputs, **_):
+def alone(op, *inputs):
     return op(*inputs)
+
+
+def gelu(op, x, *, approximate="none"):
+    return op(x)
 
 
 def pairs(op, a, b):
@@ -54,6 +58,7 @@ def summed(op, *xs):
 
 
 def extreme(op, x, *others):
+    """One alone is compared with itself."""
     return functools.reduce(op, others or (x,), x)
 
 
@@ -123,7 +128,7 @@ def strings(a, b):
     return "strings" if a.dtype == object else None
 
 
-def sequence(x):
+def sequence(x, *_):
     return "a sequence of arrays" if isinstance(x, list) else None
 
 
@@ -435,20 +440,21 @@ def likelihood(op, x, targets, weights=None, *, reduction="mean", ignore_index=-
 # -- the table -----------------------------------------------------------------------------
 
 ALONE = {
-    **{"relu": "Relu", "neg": "Neg", "sqrt": "Sqrt", "recip": "Reciprocal", "abs": "Abs"},
-    **{"tanh": "Tanh", "exp": "Exp", "log": "Log", "sin": "Sin", "cos": "Cos"},
-    **{"sigmoid": "Sigmoid", "floor": "Floor", "ceil": "Ceil"},
-    **{"round": "Round", "sign": "Sign", "erf": "Erf"},
+    **{"relu": "Relu", "neg": "Neg", "abs": "Abs", "sign": "Sign", "erf": "Erf", "sqrt": "Sqrt"},
+    **{"recip": "Reciprocal", "exp": "Exp", "log": "Log", "sin": "Sin", "cos": "Cos"},
+    **{"tanh": "Tanh", "sigmoid": "Sigmoid", "floor": "Floor", "ceil": "Ceil", "round": "Round"},
+    **{"where": "Where", "copy": "Identity"},
 }
 PAIRS = {"add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div"}
 COMPARED = {
-    **{"eq": "Equal", "lt": "Less", "le": "LessOrEqual", "gt": "Greater", "ge": "GreaterOrEqual"}
+    **{"eq": "Equal", "lt": "Less", "le": "LessOrEqual"},
+    **{"gt": "Greater", "ge": "GreaterOrEqual"},
 }
 
 TABLE = [
-    *(Row(op, node, alone) for op, node in ALONE.items()),
-    Row("gelu", "Gelu", alone, when=lambda x, *, approximate="none": approximate == "none"),
-    Row("gelu_tanh", "Gelu", alone, when=lambda x, *, approximate="none": approximate == "tanh"),
+    *(Row(op, node, alone, beyond=sequence) for op, node in ALONE.items()),
+    Row("gelu", "Gelu", gelu, when=lambda x, *, approximate="none": approximate == "none"),
+    Row("gelu_tanh", "Gelu", gelu, when=lambda x, *, approximate="none": approximate == "tanh"),
     Row("silu", "Swish", swish),
     Row("silu", "SwiGLU", swiglu),
     Row("clamp", "Clip", clipped, beyond=crossed),
@@ -460,10 +466,8 @@ TABLE = [
     Row("pow", "Pow", power),
     Row("rem", "Mod", remainder, beyond=truncated),
     *(Row(op, node, compared, beyond=strings) for op, node in COMPARED.items()),
-    Row("where", "Where", alone),
     Row("cast", "Cast", cast, beyond=other_dtypes),
     Row("cast", "CastLike", cast_like, beyond=other_dtypes),
-    Row("copy", "Identity", alone, beyond=sequence),
     Row("sum_reduce", "ReduceSum", reduced),
     Row("mean_reduce", "ReduceMean", reduced),
     Row("max_reduce", "ReduceMax", reduced),

@@ -5,7 +5,7 @@ import numpy as np
 
 import fuel_jax as fj
 
-from .onnx_cases import constant, on_host
+from .onnx_cases import array, on_host
 
 HIDDEN = -1e4  # added to a score it leaves nothing of its weight; −∞ would meet a 0 and be NaN
 
@@ -35,9 +35,9 @@ def masked(q, k, v, mask, scale, k_len):
 
     Before the keys stands one of value 0 that only a query that sees no other attends to.
     """
-    before = ((0, 0), (0, 0), (1, 0), (0, 0))
-    k, v = np.pad(k, before), np.pad(v, before)
-    m = np.pad(np.maximum(mask, HIDDEN), (*before[:2], *before[:1:-1]), constant_values=HIDDEN / 2)
+    k, v = (np.pad(x, ((0, 0), (0, 0), (1, 0), (0, 0))) for x in (k, v))
+    m = np.maximum(mask, HIDDEN)
+    m = np.pad(m, ((0, 0), (0, 0), (0, 0), (1, 0)), constant_values=HIDDEN / 2)
     one = np.broadcast_to(np.eye(k.shape[2], dtype=k.dtype), (*k.shape[:2], *[k.shape[2]] * 2))
     q, k = np.concatenate([q, (m / scale).astype(q.dtype)], -1), np.concatenate([k, one], -1)
     return q, k, v, None if k_len is None else k_len + 1
@@ -86,6 +86,10 @@ def attention(
     k_len, first = nonpad, places(sq, past_key, nonpad)
     if nonpad is None and (is_causal or left is not None or right is not None):
         k_len = first + sq  # their last query stands there, ours at the last key in use
+        if k_len > sk:  # where there are no keys: some for the mask to hide
+            mask = np.zeros((sq, sk), q.dtype) if mask is None else mask
+            k, v = (np.pad(x, ((0, 0), (0, 0), (0, k_len - sk), (0, 0))) for x in (k, v))
+            sk = k_len
     operands = q, k, v, k_len
     if mask is not None:
         mask = additive(mask, (*q.shape[:3], sk), q.dtype)
@@ -107,61 +111,37 @@ def attention(
     return y, *present, s
 
 
-def beyond_attention(
-    q,
-    k,
-    v,
-    mask=None,
-    past_key=None,
-    past_value=None,
-    nonpad=None,
-    *,
-    softcap=0.0,
-    is_causal=0,
-    right_window_size=-1,
-    left_window_size=-1,
-    **_,
-):
-    sq, sk = (x.shape[-2] for x in (q, k))
-    sk += 0 if past_key is None else past_key.shape[2]
+def beyond_attention(q, k, v, mask=None, *_, softcap=0.0, **__):
     if mask is not None and softcap:
-        return "a mask beside softcap: features of q and k would be capped with the scores"
-    first = places(sq, past_key, nonpad)
-    windowed = left_window_size >= 0 or right_window_size >= 0
-    if nonpad is None and (is_causal or windowed) and first + sq > sk:
-        return "queries beyond the last key: ours end at the last key in use"
-    if nonpad is None and not is_causal and windowed and first + sq < sk:
-        return "a window on queries that end before the keys do"
+        return "a mask beside softcap, which would cap the mask's features too"
     return None
 
 
-SUBGRAPHS = {  # what a subgraph does to the scores, by its name; c is the number it holds
-    "score_mod_soft_cap": lambda c, sq, sk: {"softcap": c},
-    "score_mod_causal_mask": lambda c, sq, sk: {"is_causal": 1},
-    "score_mod_bias": lambda c, sq, sk: {"mask": np.full((sq, sk), c, np.float32)},
-    "score_mod_relative_positional": lambda c, sq, sk: {
-        "mask": (np.arange(sq)[:, None] - np.arange(sk)).astype(np.float32)
+# -- attention with a subgraph -------------------------------------------------------------
+
+SUBGRAPHS = {  # what a subgraph does to the scores, by its name and the number it holds
+    "score_mod_soft_cap": lambda cap, shape: {"softcap": cap},
+    "score_mod_causal_mask": lambda shape: {"is_causal": 1},
+    "score_mod_bias": lambda bias, shape: {"mask": np.full(shape, bias, np.float32)},
+    "score_mod_relative_positional": lambda shape: {
+        "mask": np.float32(np.arange(shape[0])[:, None] - np.arange(shape[1]))
     },
 }
 
 
-# -- attention with a subgraph --------------------------------------------------------------
-
-
 def flex(op, q, k, v, *, scale=None, score_mod=None, prob_mod=None):
-    rules = {"mask": None}
+    rules = {}
     if score_mod is not None:
-        held = next((t.name for t in score_mod.initializer if t.name in ("bias", "cap")), None)
-        c = held and constant(score_mod, held)
-        rules |= SUBGRAPHS[score_mod.name](c, q.shape[2], k.shape[2])
-    return attention(op, q, k, v, rules.pop("mask"), scale=scale, **rules)[0]
+        held = {t.name: float(array(t)) for t in score_mod.initializer if t.name in ("bias", "cap")}
+        rules = SUBGRAPHS[score_mod.name](*held.values(), shape=(q.shape[2], k.shape[2]))
+    return attention(op, q, k, v, scale=scale, **rules)[0]
 
 
 def beyond_flex(*_, scale=None, score_mod=None, prob_mod=None):
     return prob_mod and "a subgraph on the probabilities, inside attention"
 
 
-# -- positions ------------------------------------------------------------------------------
+# -- positions -----------------------------------------------------------------------------
 
 
 def rotary(
@@ -194,7 +174,7 @@ def rotary(
     return np.concatenate([y, rest], -1)
 
 
-# -- linear attention -----------------------------------------------------------------------
+# -- linear attention ----------------------------------------------------------------------
 
 
 def decays_by_key(q, k, v, past=None, decay=None, beta=None, *, kv_num_heads, **_):
@@ -209,24 +189,28 @@ def beyond_scan(q, k, v, past=None, decay=None, beta=None, **_):
     return None if beta is None else "the delta rule, whose state depends on what it recalls"
 
 
-def linear_attention(op, q, k, v, past=None, decay=None, *, q_num_heads, kv_num_heads, **_):
+def linear_attention(op, q, k, v, past=None, decay=None, *, q_num_heads, kv_num_heads, update_rule):
     """SSD with dt the logarithm of the decay and a = 1, or without decay dt = 1 and a = 0."""
+    assert past is None
     q, k, v = (x.reshape(*x.shape[:2], kv_num_heads, -1) for x in (q, k, v))
     dt = np.ones(v.shape[:3], v.dtype) if decay is None else decay
     a = np.full(kv_num_heads, 0 if decay is None else 1, v.dtype)
-    scaled = q / np.sqrt(q.shape[-1]).astype(q.dtype)
-    y, state = op(v / dt[..., None], dt, a, k, scaled, chunk_size=q.shape[1])
+    q = q / np.sqrt(q.shape[-1]).astype(q.dtype)
+    y, state = op(v / dt[..., None], dt, a, k, q, chunk_size=q.shape[1])
     return y.reshape(*y.shape[:2], -1), np.swapaxes(state, 2, 3)
 
 
-def linear_attention_by_key(op, q, k, v, past=None, decay=None, *, q_num_heads, kv_num_heads, **_):
+def linear_attention_by_key(
+    op, q, k, v, past=None, decay=None, *, q_num_heads, kv_num_heads, update_rule
+):
     """Every element of the state a channel of its own, whose output is that element."""
+    assert past is None
     q, k, v, decay = (x.reshape(*x.shape[:2], kv_num_heads, -1) for x in (q, k, v, decay))
     shape = (*k.shape, v.shape[-1])
     delta = -np.broadcast_to(decay[..., None], shape).reshape(*shape[:2], -1)
     u = (k[..., None] * v[..., None, :]).reshape(delta.shape) / delta
     a, one = -np.ones((delta.shape[-1], 1), u.dtype), np.ones((*shape[:2], 1), u.dtype)
     states, last = op(u, delta, a, one, one)
-    scaled = q / np.sqrt(q.shape[-1]).astype(q.dtype)
-    y = on_host(fj.matmul)(scaled[..., None, :], states.reshape(shape))
+    q = q / np.sqrt(q.shape[-1]).astype(q.dtype)
+    y = on_host(fj.matmul)(q[..., None, :], states.reshape(shape))
     return y.reshape(*shape[:2], -1), last.reshape(shape[0], *shape[2:])

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import AttributeProto, NodeProto, TensorProto, helper, numpy_helper
 from onnx.backend.test.case.node import collect_testcases
 from onnx.reference import ReferenceEvaluator
 
@@ -113,8 +113,3 @@ def cases() -> dict[str, list[Case]]:
             )
             found.setdefault(node.op_type, []).append(case)
     return found
-
-
-def constant(graph: GraphProto, name: str) -> float:
-    """A number stored in a subgraph."""
-    return float(next(array(t) for t in graph.initializer if t.name == name))
