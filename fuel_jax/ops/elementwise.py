@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from .._op import Op, Precision
 from ..numerics import is_float, lifted, wide
@@ -51,6 +52,23 @@ def with_jvp(f: Callable[[Array], Array], jvp: Jvp | None) -> Callable[[Array], 
         y = core(*primals)
         return y, jvp(*primals, y, *tangents)
 
+    return core
+
+
+def with_partials(f: Callable[..., Array], *partials: Jvp) -> Callable[..., Array]:
+    """``f`` of two arrays, with derivatives of its own, each of both, the result and a tangent."""
+    core = jax.custom_jvp(f)
+
+    def jvp(primals, tangents):
+        y = core(*primals)
+        terms = [
+            partial(*primals, y, t)
+            for partial, t in zip(partials, tangents, strict=True)
+            if not isinstance(t, SymbolicZero)  # which is NaN times an infinite slope
+        ]
+        return y, sum(terms, start=jnp.zeros_like(y))
+
+    core.defjvp(jvp, symbolic_zeros=True)
     return core
 
 
@@ -156,7 +174,29 @@ def remainder(a, b):
     return jnp.where(wrong, r + b, r)
 
 
+def floored(a, b):
+    """⌊a/b⌋ of the exact quotient: 1.0/0.1 rounds to 10, and is less."""
+    r = lax.rem(a, b)
+    wrong = (r != 0) & ((r < 0) != (b < 0))
+    return lax.round((a - r) / b, NEAREST_EVEN) - wrong.astype(a.dtype)
+
+
 NEAREST_EVEN = lax.RoundingMethod.TO_NEAREST_EVEN
+
+quotient = with_partials(
+    lax.div,
+    lambda a, b, y, t: quotient(t, b),
+    # Not y / b, of which XLA makes a / b²: that leaves the range of numbers first.
+    lambda a, b, y, t: -t * (y * quotient(jnp.ones_like(b), b)),
+)
+power = with_partials(
+    lax.pow,
+    lambda a, b, y, t: t * (b * power(jnp.where(b == 0, 1, a), b - 1)),  # a⁰ is 1, also at 0
+    lambda a, b, y, t: t * (y * jnp.log(jnp.where((a == 0) & (b >= 0), 1, a))),
+)
+floor_mod = with_partials(
+    remainder, lambda a, b, y, t: t, lambda a, b, y, t: -floored(a, b) * t
+)
 positive = (0.1, 6.0)
 
 # fmt: off
@@ -188,11 +228,11 @@ rsqrt     = unary(K.RsqrtElementwise,     lax.rsqrt,                            
 add     = binary(K.AddElementwise,        jnp.add,      "a + b.")
 sub     = binary(K.SubElementwise,        jnp.subtract, "a − b.")
 mul     = binary(K.MulElementwise,        jnp.multiply, "a · b.")
-div     = binary(K.DivElementwise,        lax.div,      "a / b.  Integers truncate toward zero; x / 0 is −1 for them.")
+div     = binary(K.DivElementwise,        quotient,     "a / b.  Integers truncate toward zero; x / 0 is −1 for them.")
 maximum = binary(K.MaximumElementwise,    jnp.maximum,  "max(a, b), NaN if either is.  A tie gives each half the gradient.")
 minimum = binary(K.MinimumElementwise,    jnp.minimum,  "min(a, b), NaN if either is.  A tie gives each half the gradient.")
-pow     = binary(K.PowElementwise,        lax.pow,      "aᵇ.  1 where b = 0; NaN where a < 0 and b is no integer.", Floats, (0.2, 3.0))
-rem     = binary(K.RemElementwise,        remainder,    "a − ⌊a/b⌋·b, exact, with the sign of b.  rem(1, inf) = 1; NaN for b = 0.")
+pow     = binary(K.PowElementwise,        power,        "aᵇ.  1 where b = 0; NaN where a < 0 and b is no integer.", Floats, (0.2, 3.0))
+rem     = binary(K.RemElementwise,        floor_mod,    "a − ⌊a/b⌋·b, exact, with the sign of b.  rem(1, inf) = 1; NaN for b = 0.")
 
 eq = comparison(K.EqualElementwise,        jnp.equal,         "a = b.  False where either is NaN.")
 ne = comparison(K.NotEqualElementwise,     jnp.not_equal,     "a ≠ b.  True where either is NaN.")

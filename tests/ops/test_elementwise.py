@@ -579,6 +579,47 @@ def test_slopes_of_pairs(draw):
     np.testing.assert_allclose(db, base**exponent * jnp.log(base), rtol=1e-14)
 
 
+def slopes_of_pair(op, a, b):
+    """In reverse mode; in forward mode each operand alone, the other being no part of it."""
+    a, b = jnp.asarray(a), jnp.asarray(b)
+    one = jnp.ones_like(a)
+    back = jax.vjp(op, a, b)[1](one)
+    ahead = (
+        jax.jvp(lambda a: op(a, b), (a,), (one,))[1],
+        jax.jvp(lambda b: op(a, b), (b,), (one,))[1],
+    )
+    for x, y in zip(back, ahead, strict=True):
+        np.testing.assert_array_equal(x, y)
+    return back
+
+
+def test_slope_of_a_power_whose_exponent_or_base_is_zero():
+    """a⁰ is 1 for every a: its slope is 0 at 0 as well.  0ᵇ is 0 until b is negative."""
+    a, b = np.array([0.0, 0, 0, 0, INF, NAN]), np.array([0.0, -0.0, 2, -2, 0, 0])
+    da, db = slopes_of_pair(F.pow, a, b)
+    np.testing.assert_array_equal(da, [0, 0, 0, -INF, 0, 0])
+    np.testing.assert_array_equal(db, [0, 0, 0, -INF, INF, NAN])
+    second = jax.grad(jax.grad(lambda a: F.pow(a, jnp.zeros_like(a))))
+    np.testing.assert_array_equal([second(0.0), second(2.0)], [0, 0])
+
+
+def test_slope_of_a_quotient_whose_square_is_out_of_range():
+    a, b = np.float32([1e-30, 1e30, 0, 1]), np.float32([1e-25, 1e25, 1.2e-38, 0])
+    da, db = slopes_of_pair(F.div, a, b)
+    np.testing.assert_allclose(da, [1e25, 1e-25, 1 / 1.2e-38, INF], rtol=1e-6)
+    np.testing.assert_allclose(db, [-1e20, -1e-20, 0, -INF], rtol=1e-6)
+    second = jax.grad(jax.grad(F.div, 1), 1)(jnp.float64(2), jnp.float64(4))
+    assert second == 2 * 2 / 4**3
+
+
+def test_slope_of_a_remainder_is_that_of_the_exact_quotient():
+    """1.0/0.1 rounds to 10 in float64 and to 10 in float32; 0.1 is a little more than a tenth."""
+    a, b = np.array([1.0, -1, 7, 1, -1]), np.array([0.1, 0.1, -2, INF, INF])
+    da, db = slopes_of_pair(F.rem, a, b)
+    np.testing.assert_array_equal(da, np.ones(5))
+    np.testing.assert_array_equal(db, [-9, 10, 4, 0, 1])
+
+
 # -- shapes ---------------------------------------------------------------------------------
 
 
