@@ -1,15 +1,12 @@
-"""ONNX's nodes in terms of our ops.
+"""ONNX's nodes in terms of our ops: elementwise, along axes, by indices, losses.
 
 An adapter takes our op, then a node's inputs and attributes under ONNX's own names and defaults;
 what ours spells another way (keepdims, a negative index, several axes) it spells out around the
 call.  An attribute that it does not name is an error, not ignored.
 """
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +16,7 @@ from onnx.helper import tensor_dtype_to_np_dtype
 import fuel_jax as fj
 from fuel_jax.types import ANYTHING
 
-from . import onnx_attention as sequences
 from .onnx_cases import on_host
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One of our ops, a type of node, and how the one makes the other."""
-
-    op: str
-    node: str
-    adapt: Callable[..., Any]
-    when: Callable[..., bool] = lambda *inputs, **attributes: True  # else it is another op's case
-    beyond: Callable[..., str | None] = lambda *inputs, **attributes: None  # why ours cannot
-
 
 # -- elementwise ---------------------------------------------------------------------------
 
@@ -43,6 +27,14 @@ def alone(op, *inputs):
 
 def gelu(op, x, *, approximate="none"):
     return op(x)
+
+
+def exact(x, *, approximate="none"):
+    return approximate == "none"
+
+
+def by_tanh(x, *, approximate="none"):
+    return approximate == "tanh"
 
 
 def pairs(op, a, b):
@@ -237,6 +229,14 @@ def triangle(op, x, diagonal=None, *, upper=1):
     return op(x, diagonal=0 if diagonal is None else diagonal.item())
 
 
+def upper(*_, upper=1):
+    return upper == 1
+
+
+def lower(*_, upper=1):
+    return upper == 0
+
+
 def from_the_front(indices, n):
     return np.where(indices < 0, indices + n, indices)
 
@@ -291,15 +291,18 @@ def each_written(write):
     return adapt
 
 
+@each_written
 def slab(op, cache, update, start, *, axis):
     ranges = tuple((0, n) for n in update.shape)
     return op(cache, update, ranges=ranges, dyn_offset=(axis, start))
 
 
+@each_written
 def appended(op, cache, update, start, *, axis):
     return op(cache, update, start, axis=axis)
 
 
+@each_written
 def ring(op, cache, update, start, *, axis):
     return op(cache, update, start, axis=axis, modulus=cache.shape[axis])
 
@@ -310,99 +313,6 @@ def linear(*_, axis=-2, mode="linear"):
 
 def circular(*_, **attributes):
     return not linear(**attributes)
-
-
-# -- products ------------------------------------------------------------------------------
-
-
-def product(op, a, b):
-    y = op(a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b)
-    y = y[..., 0] if b.ndim == 1 else y
-    return y[..., 0] if a.ndim == b.ndim == 1 else y[..., 0, :] if a.ndim == 1 else y
-
-
-def gemm(op, a, b, c=None, *, alpha=1.0, beta=1.0, transA=0, transB=0):
-    y = alpha * op(a.T if transA else a, b.T if transB else b)
-    return y if c is None else y + beta * c
-
-
-def gemm_with_bias(op, a, b, c=None, *, alpha=1.0, beta=1.0, transA=0, transB=0):
-    a, b = alpha * (a.T if transA else a), b.T if transB else b
-    bias = np.zeros(1, a.dtype) if c is None else beta * np.asarray(c)
-    if bias.ndim == 2 and len(bias) > 1:  # one for each row
-        return jax.vmap(op, (0, None, 0))(a[:, None], b, bias)[:, 0]
-    return op(a, b, np.broadcast_to(bias.reshape(-1), b.shape[1:]))
-
-
-def same(total, auto_pad):
-    """Margins before and after of a given sum; the odd one at the side that the mode names."""
-    few, many = total // 2, total - total // 2
-    return (many, few) if auto_pad == "SAME_LOWER" else (few, many)
-
-
-def conv(
-    op,
-    x,
-    w,
-    *,
-    pads=(0, 0, 0, 0),
-    strides=(1, 1),
-    auto_pad="NOTSET",
-    kernel_shape=None,
-):
-    if auto_pad != "NOTSET":
-        sizes = zip(x.shape[2:], w.shape[2:], strides, strict=True)
-        margins = [same(max(0, (-(-n // s) - 1) * s + k - n), auto_pad) for n, k, s in sizes]
-        pads = [before for before, _ in margins] + [after for _, after in margins]
-    before, after = tuple(pads[:2]), tuple(pads[2:])
-    if before == after:
-        return op(x, w, stride=strides, padding=before)
-    margins = ((0, 0), (0, 0), *zip(before, after, strict=True))
-    return op(np.pad(x, margins), w, stride=strides)
-
-
-def conv_transpose(
-    op,
-    x,
-    w,
-    *,
-    strides=(1, 1),
-    dilations=(1, 1),
-    group=1,
-    pads=(0, 0, 0, 0),
-    output_padding=(0, 0),
-    output_shape=None,
-    auto_pad="NOTSET",
-    kernel_shape=None,
-):
-    if x.ndim == 3:  # one spatial axis: another of extent 1 beside it
-        return conv_transpose(op, x[..., None], w[..., None])[..., 0]
-    params = {"stride": strides, "dilation": dilations, "groups": group}
-    if auto_pad != "NOTSET":
-        output_shape = [n * s for n, s in zip(x.shape[2:], strides, strict=True)]
-    if output_shape is None:
-        before, after = tuple(pads[:2]), tuple(pads[2:])
-        assert before == after
-        return op(x, w, **params, padding=before, output_padding=output_padding)
-    sizes = zip(x.shape[2:], w.shape[2:], strides, output_shape, strict=True)
-    more = tuple(max(0, out - (n - 1) * s - k) for n, k, s, out in sizes)
-    y = op(x, w, **params, output_padding=more)  # then what is too much is cut off
-    (top, _), (left, _) = (
-        same(n - out, auto_pad) for n, out in zip(y.shape[2:], output_shape, strict=True)
-    )
-    return y[:, :, top : top + output_shape[0], left : left + output_shape[1]]
-
-
-def in_space(x, w, **_):
-    return "three spatial axes: ours has two" if x.ndim == 5 else None
-
-
-def causal_conv(op, x, w, bias=None, past=None, *, activation="none"):
-    taps = w.shape[-1]
-    past = np.zeros((*x.shape[:2], taps - 1), x.dtype) if past is None else past
-    bias = np.zeros(len(w), x.dtype) if bias is None else bias
-    whole = np.concatenate([past, x], -1)
-    return op(whole, w, bias, use_silu=activation != "none"), whole[..., x.shape[-1] :]
 
 
 # -- loss ----------------------------------------------------------------------------------
@@ -435,96 +345,3 @@ def likelihood(op, x, targets, weights=None, *, reduction="mean", ignore_index=-
     at = np.where(targets == ignore_index, 0, targets)[:, None]
     each = -op(x, at, dim=1)[:, 0]
     return total(each, class_weights(targets, weights, ignore_index), reduction)
-
-
-# -- the table -----------------------------------------------------------------------------
-
-ALONE = {
-    **{"relu": "Relu", "neg": "Neg", "abs": "Abs", "sign": "Sign", "erf": "Erf", "sqrt": "Sqrt"},
-    **{"recip": "Reciprocal", "exp": "Exp", "log": "Log", "sin": "Sin", "cos": "Cos"},
-    **{"tanh": "Tanh", "sigmoid": "Sigmoid", "floor": "Floor", "ceil": "Ceil", "round": "Round"},
-    **{"where": "Where", "copy": "Identity"},
-}
-PAIRS = {"add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div"}
-COMPARED = {
-    **{"eq": "Equal", "lt": "Less", "le": "LessOrEqual"},
-    **{"gt": "Greater", "ge": "GreaterOrEqual"},
-}
-
-TABLE = [
-    *(Row(op, node, alone, beyond=sequence) for op, node in ALONE.items()),
-    Row("gelu", "Gelu", gelu, when=lambda x, *, approximate="none": approximate == "none"),
-    Row("gelu_tanh", "Gelu", gelu, when=lambda x, *, approximate="none": approximate == "tanh"),
-    Row("silu", "Swish", swish),
-    Row("silu", "SwiGLU", swiglu),
-    Row("clamp", "Clip", clipped, beyond=crossed),
-    Row("powi", "Pow", by_integer, when=one_integer),
-    *(Row(op, node, pairs) for op, node in PAIRS.items()),
-    Row("add", "Sum", summed),
-    Row("maximum", "Max", extreme),
-    Row("minimum", "Min", extreme),
-    Row("pow", "Pow", power),
-    Row("rem", "Mod", remainder, beyond=truncated),
-    *(Row(op, node, compared, beyond=strings) for op, node in COMPARED.items()),
-    Row("cast", "Cast", cast, beyond=other_dtypes),
-    Row("cast", "CastLike", cast_like, beyond=other_dtypes),
-    Row("sum_reduce", "ReduceSum", reduced),
-    Row("mean_reduce", "ReduceMean", reduced),
-    Row("max_reduce", "ReduceMax", reduced),
-    Row("min_reduce", "ReduceMin", reduced),
-    Row("reduce_sum_to", "ReduceSum", reduced_to),
-    Row("reduce_max_to", "ReduceMax", reduced_to),
-    Row("mean_reduce", "Mean", averaged),
-    Row("argmax_dim", "ArgMax", position),
-    Row("argmin_dim", "ArgMin", position),
-    Row("cumsum", "CumSum", running),
-    Row("softmax_last_dim", "Softmax", along),
-    Row("log_softmax_last_dim", "LogSoftmax", along),
-    Row("rms_norm_last_dim", "RMSNormalization", normed),
-    Row("layer_norm_last_dim", "LayerNormalization", layer_normed),
-    Row("layer_norm_last_dim", "MeanVarianceNormalization", over_axes),
-    Row("layer_norm_last_dim", "InstanceNormalization", over_groups),
-    Row("layer_norm_last_dim", "GroupNormalization", over_groups),
-    Row("concat", "Concat", joined),
-    Row("pad", "Pad", padded, beyond=wrapped),
-    Row("triu", "Trilu", triangle, when=lambda *_, upper=1: upper == 1),
-    Row("tril", "Trilu", triangle, when=lambda *_, upper=1: upper == 0),
-    Row("index_select", "Gather", taken),
-    Row("index_select", "GatherND", taken_at),
-    Row("gather", "GatherElements", picked),
-    Row("gather", "NegativeLogLikelihoodLoss", likelihood),
-    Row("scatter_add", "ScatterElements", added_at, beyond=another_reduction),
-    Row("index_add", "ScatterND", rows_added, beyond=another_reduction),
-    Row("nonzero_indices", "NonZero", not_zero),
-    Row("write_slice", "TensorScatter", each_written(slab), when=linear),
-    Row("write_slice_doff", "TensorScatter", each_written(appended), when=linear),
-    Row("write_slice_rotating", "TensorScatter", each_written(ring), when=circular),
-    Row("matmul", "MatMul", product),
-    Row("matmul", "Gemm", gemm),
-    Row("fused_linear", "Gemm", gemm_with_bias),
-    Row("conv2d", "Conv", conv),
-    Row("conv_transpose2d", "ConvTranspose", conv_transpose, beyond=in_space),
-    Row("causal_conv1d", "CausalConvWithState", causal_conv),
-    Row("fused_softmax_cross_entropy", "SoftmaxCrossEntropyLoss", cross_entropy),
-    Row("rope", "RotaryEmbedding", sequences.rotary),
-    Row("flash_attn", "Attention", sequences.attention, beyond=sequences.beyond_attention),
-    Row("flash_attn", "FlexAttention", sequences.flex, beyond=sequences.beyond_flex),
-    Row(
-        "ssd_chunk_scan",
-        "LinearAttention",
-        sequences.linear_attention,
-        when=sequences.decays_by_head,
-        beyond=sequences.beyond_scan,
-    ),
-    Row(
-        "selective_scan",
-        "LinearAttention",
-        sequences.linear_attention_by_key,
-        when=sequences.decays_by_key,
-    ),
-]
-TABLE += [
-    dataclasses.replace(row, op=f"{row.op}_inplace")
-    for row in TABLE
-    if hasattr(fj, f"{row.op}_inplace")
-]

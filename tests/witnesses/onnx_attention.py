@@ -1,4 +1,7 @@
-"""ONNX's attention, of both kinds, in terms of ``flash_attn``, ``rope`` and the scans."""
+"""ONNX's attention, of both kinds, in terms of ``flash_attn``, ``rope`` and the scans.
+
+And the convolution that comes before the second kind.
+"""
 
 import jax
 import numpy as np
@@ -214,3 +217,11 @@ def linear_attention_by_key(
     q = q / np.sqrt(q.shape[-1]).astype(q.dtype)
     y = on_host(fj.matmul)(q[..., None, :], states.reshape(shape))
     return y.reshape(*shape[:2], -1), last.reshape(shape[0], *shape[2:])
+
+
+def causal_conv(op, x, w, bias=None, past=None, *, activation="none"):
+    taps = w.shape[-1]
+    past = np.zeros((*x.shape[:2], taps - 1), x.dtype) if past is None else past
+    bias = np.zeros(len(w), x.dtype) if bias is None else bias
+    whole = np.concatenate([past, x], -1)
+    return op(whole, w, bias, use_silu=activation != "none"), whole[..., x.shape[-1] :]

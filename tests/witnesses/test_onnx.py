@@ -16,8 +16,8 @@ import onnx
 
 import fuel_jax as fj
 
-from .onnx_adapters import TABLE, Row
 from .onnx_cases import Case, cases, on_host
+from .onnx_table import TABLE, Row
 
 COMMITTED = pathlib.Path(__file__).parents[2] / "docs" / "witnesses" / "onnx.md"
 PAIRS = [
