@@ -155,16 +155,16 @@ TANH_SCALE, CUBE = math.sqrt(2 / math.pi), 0.044715  # Hendrycks & Gimpel 2016, 
 
 
 def gelu_tanh_core(x):
-    """½x(1 + tanh u),  u = √(2/π)(x + 0.044715x³)."""
-    return 0.5 * x * (1 + jnp.tanh(TANH_SCALE * (x + CUBE * (x * x * x))))
+    """½x(1 + tanh u),  u = √(2/π)(x + 0.044715x³).  As x·σ(2u): 1 + tanh cancels below −3."""
+    return x * lax.logistic(2 * TANH_SCALE * (x + CUBE * (x * x * x)))
 
 
 def gelu_tanh_jvp(x, y, t):
-    """½(1 + tanh u) + ½x(1 − tanh² u)·u′; 1 and 0 at ±inf."""
-    h = jnp.tanh(TANH_SCALE * (x + CUBE * (x * x * x)))
-    bend = 1 - h * h
-    slope = jnp.where(bend == 0, 0, 0.5 * bend * TANH_SCALE * (1 + 3 * CUBE * (x * x)))
-    return t * (0.5 * (1 + h) + saturating(x, slope))
+    """σ(2u) + x·σ(2u)σ(−2u)·2u′; 1 and 0 at ±inf."""
+    z = 2 * TANH_SCALE * (x + CUBE * (x * x * x))
+    bend = lax.logistic(z) * lax.logistic(-z)
+    slope = jnp.where(bend == 0, 0, bend * (2 * TANH_SCALE) * (1 + 3 * CUBE * (x * x)))
+    return t * (lax.logistic(z) + saturating(x, slope))
 
 
 def remainder(a, b):
@@ -214,7 +214,7 @@ sin       = unary(K.SinElementwise,       jnp.sin,                              
 cos       = unary(K.CosElementwise,       jnp.cos,                                     "cos x.")
 sigmoid   = unary(K.SigmoidElementwise,   lax.logistic,                                "1 / (1 + e⁻ˣ).")
 silu      = unary(K.SiluElementwise,      lambda x: x / (1 + jnp.exp(-x)),             "x / (1 + e⁻ˣ).  NaN at −inf.",         silu_jvp)
-gelu_tanh = unary(K.GeluTanhElementwise,  gelu_tanh_core,                              "½x(1 + tanh(√(2/π)(x + 0.044715x³))).  NaN at −inf.", gelu_tanh_jvp)
+gelu_tanh = unary(K.GeluTanhElementwise,  gelu_tanh_core,                              "½x(1 + tanh(√(2/π)(x + 0.044715x³))), its tail kept.  NaN at −inf.", gelu_tanh_jvp)
 step      = unary(K.StepElementwise,      lambda x: jnp.where(x > 0, 1, 0),            "1 where x > 0, else 0, also at NaN.  Drops the gradient.", dtypes=Numbers)
 floor     = unary(K.FloorElementwise,     jnp.floor,                                   "⌊x⌋.  Drops the gradient.")
 ceil      = unary(K.CeilElementwise,      jnp.ceil,                                    "⌈x⌉.  Drops the gradient.")
