@@ -15,7 +15,7 @@ import pytest
 
 import fuel_jax as F
 
-from .torch_adapters import ADAPTERS, OutOfReach
+from .torch_adapters import ADAPTERS, QUICKLY, OutOfReach
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: no OpInfo samples")
 pytest.importorskip("expecttest", reason="expecttest is not installed: OpInfo imports it")
@@ -67,12 +67,6 @@ def agree(got, want, bound):
     error = np.abs(got - want).max(initial=0)
     largest = np.abs(want).max(initial=0)
     assert error <= bound * largest, f"off by {error}, the largest is {largest}"
-
-
-# What is judged here is the maths, and good code for it costs three quarters of the time.
-QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-if jax.__version_info__ < (0, 12):  # which has no such option
-    QUICKLY["xla_cpu_use_fusion_emitters"] = False
 
 
 class Case:

@@ -6,10 +6,16 @@ An adapter has the signature of the PyTorch function, and takes arrays where tha
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 import fuel_jax as F
+
+# What is judged here is the maths, and good code for it costs three quarters of the time.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+if jax.__version_info__ < (0, 12):  # which has no such option
+    QUICKLY["xla_cpu_use_fusion_emitters"] = False
 
 
 class OutOfReach(Exception):
