@@ -1,16 +1,22 @@
-"""The node cases of ONNX's own backend test suite: PyPI ``onnx`` builds them, nothing is stored."""
+"""The cases of ONNX's own backend test suite, which come with PyPI's ``onnx``."""
 
 import dataclasses
 import functools
+import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
-from onnx import AttributeProto, NodeProto, TensorProto, helper, numpy_helper
+import onnx
+from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, helper, numpy_helper
 from onnx.backend.test.case.node import collect_testcases
+from onnx.backend.test.case.test_case import TestCase
+from onnx.backend.test.loader import load_model_tests
 from onnx.reference import ReferenceEvaluator
+
+Test = tuple[TestCase, GraphProto, list[Any], list[Any]]  # with its inputs and outputs
 
 
 def on_host(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,31 +91,56 @@ def attribute(proto: AttributeProto) -> Any:
     return value.decode() if isinstance(value, bytes) else value
 
 
-@functools.cache
-def cases() -> dict[str, list[Case]]:
-    """By the node's type.
+def built() -> Iterator[Test]:
+    """Node cases.
 
     Left out: the same data once more through a node's definition in terms of others
     (``_expanded``), and models of more than one node.
     """
-    found: dict[str, list[Case]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # ONNX's NumPy, on its casts and empty windows
         tests = collect_testcases(None)
     for test in tests:
-        if test.model is None or len(test.model.graph.node) != 1 or "_expanded" in test.name:
-            continue
-        graph, node = test.model.graph, test.model.graph.node[0]
-        for inputs, outputs in test.data_sets:
-            given = dict(zip((i.name for i in graph.input), map(array, inputs), strict=True))
-            wanted = dict(zip((o.name for o in graph.output), map(array, outputs), strict=True))
-            case = Case(
-                test.name.removeprefix("test_"),
-                node,
-                tuple(given.get(name) for name in node.input),
-                tuple(wanted.get(name) for name in node.output),
-                test.rtol,
-                test.atol,
+        if test.model and len(test.model.graph.node) == 1 and "_expanded" not in test.name:
+            for inputs, outputs in test.data_sets:
+                yield test, test.model.graph, inputs, outputs
+
+
+def stored() -> Iterator[Test]:
+    """Convolutions that PyTorch exported and ran: no node case has groups or dilations."""
+    tests = [
+        t for kind in ("converted", "operator") for t in load_model_tests(kind=f"pytorch-{kind}")
+    ]
+    for test in sorted(tests, key=lambda test: test.name):
+        if "conv" in test.name.lower():
+            graph, data = (
+                onnx.load(f"{test.model_dir}/model.onnx").graph,
+                f"{test.model_dir}/test_data_set_0",
             )
-            found.setdefault(node.op_type, []).append(case)
+            yield (
+                test,
+                graph,
+                *([onnx.load_tensor(f"{data}/{f}_0.pb")] for f in ("input", "output")),
+            )
+
+
+@functools.cache
+def cases() -> dict[str, list[Case]]:
+    """By the node's type."""
+    found: dict[str, list[Case]] = {}
+    for test, graph, inputs, outputs in itertools.chain(built(), stored()):
+        (node,) = graph.node
+        given = {weight.name: array(weight) for weight in graph.initializer}
+        names = [i.name for i in graph.input if i.name not in given]
+        given |= zip(names, map(array, inputs), strict=True)
+        wanted = dict(zip((o.name for o in graph.output), map(array, outputs), strict=True))
+        case = Case(
+            test.name.removeprefix("test_"),
+            node,
+            tuple(given.get(name) for name in node.input),
+            tuple(wanted.get(name) for name in node.output),
+            test.rtol,
+            test.atol,
+        )
+        found.setdefault(node.op_type, []).append(case)
     return found

@@ -33,54 +33,63 @@ def conv(
     op,
     x,
     w,
+    bias=None,
     *,
     pads=(0, 0, 0, 0),
     strides=(1, 1),
+    dilations=(1, 1),
+    group=1,
     auto_pad="NOTSET",
     kernel_shape=None,
 ):
+    if x.ndim == 3:  # one spatial axis: another of extent 1 beside it
+        plane = {"strides": (*strides[:1], 1), "dilations": (*dilations[:1], 1), "group": group}
+        plane["pads"] = pads[0], 0, pads[1], 0
+        return conv(op, x[..., None], w[..., None], bias, **plane)[..., 0]
+    params = {"stride": strides, "dilation": dilations, "groups": group}
     if auto_pad != "NOTSET":
         sizes = zip(x.shape[2:], w.shape[2:], strides, strict=True)
         margins = [same(max(0, (-(-n // s) - 1) * s + k - n), auto_pad) for n, k, s in sizes]
         pads = [before for before, _ in margins] + [after for _, after in margins]
     before, after = tuple(pads[:2]), tuple(pads[2:])
-    if before == after:
-        return op(x, w, stride=strides, padding=before)
-    margins = ((0, 0), (0, 0), *zip(before, after, strict=True))
-    return op(np.pad(x, margins), w, stride=strides)
+    if before != after:
+        x = np.pad(x, ((0, 0), (0, 0), *zip(before, after, strict=True)))
+        before = (0, 0)
+    return op(x, w, bias, **params, padding=before)
 
 
 def conv_transpose(
     op,
     x,
     w,
+    bias=None,
     *,
+    pads=(0, 0, 0, 0),
     strides=(1, 1),
     dilations=(1, 1),
     group=1,
-    pads=(0, 0, 0, 0),
     output_padding=(0, 0),
     output_shape=None,
     auto_pad="NOTSET",
     kernel_shape=None,
 ):
-    if x.ndim == 3:  # one spatial axis: another of extent 1 beside it
-        return conv_transpose(op, x[..., None], w[..., None])[..., 0]
+    if x.ndim == 3:
+        return conv_transpose(op, x[..., None], w[..., None], bias)[..., 0]
     params = {"stride": strides, "dilation": dilations, "groups": group}
     if auto_pad != "NOTSET":
         output_shape = [n * s for n, s in zip(x.shape[2:], strides, strict=True)]
     if output_shape is None:
         before, after = tuple(pads[:2]), tuple(pads[2:])
         assert before == after
-        return op(x, w, **params, padding=before, output_padding=output_padding)
+        return op(x, w, bias, **params, padding=before, output_padding=output_padding)
     sizes = zip(x.shape[2:], w.shape[2:], strides, output_shape, strict=True)
     more = tuple(max(0, out - (n - 1) * s - k) for n, k, s, out in sizes)
-    y = op(x, w, **params, output_padding=more)  # then what is too much is cut off
+    y = op(x, w, bias, **params, output_padding=more)  # then what is too much is cut off
     (top, _), (left, _) = (
         same(n - out, auto_pad) for n, out in zip(y.shape[2:], output_shape, strict=True)
     )
     return y[:, :, top : top + output_shape[0], left : left + output_shape[1]]
 
 
-def in_space(x, w, **_):
+def in_space(x, w, bias=None, **_):
     return "three spatial axes: ours has two" if x.ndim == 5 else None

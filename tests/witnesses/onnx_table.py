@@ -83,7 +83,7 @@ TABLE = [
     Row("matmul", "MatMul", products.product),
     Row("matmul", "Gemm", products.gemm),
     Row("fused_linear", "Gemm", products.gemm_with_bias),
-    Row("conv2d", "Conv", products.conv),
+    Row("conv2d", "Conv", products.conv, beyond=products.in_space),
     Row("conv_transpose2d", "ConvTranspose", products.conv_transpose, beyond=products.in_space),
     Row("causal_conv1d", "CausalConvWithState", attention.causal_conv),
     Row("fused_softmax_cross_entropy", "SoftmaxCrossEntropyLoss", adapters.cross_entropy),

@@ -29,9 +29,13 @@ PAIRS = [
 HEAD = f"""# ONNX's node cases
 
 Made by `python -m tests.witnesses.test_onnx`, which runs them: what the package `onnx`
-{onnx.__version__} builds to test backends with, one node each, at the case's own tolerance (10⁻³ of
-each element, integers exactly).  A case can serve several ops; one that needs what an op does not
-have is skipped, and the reason is counted.
+{onnx.__version__} builds to test backends with, one node each, and the convolutions that it stores,
+at the case's own tolerance (10⁻³ of each element, integers exactly).  A case can serve several ops;
+one that needs what an op does not have is skipped, and the reason is counted.
+
+In BF16, whose rounding alone exceeds that tolerance, ours must be at least as near to float64 as
+the expected output, where it is not within it.  A mask, which `flash_attn` does not have, is given
+to it as features of queries and keys whose product is the mask.
 """
 
 
