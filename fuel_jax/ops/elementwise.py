@@ -160,11 +160,13 @@ def gelu_tanh_core(x):
 
 
 def gelu_tanh_jvp(x, y, t):
-    """σ(2u) + x·σ(2u)σ(−2u)·2u′; 1 and 0 at ±inf."""
+    """σ(2u) + x·σ(2u)σ(−2u)·2u′, by one exponential; 1 and 0 at ±inf."""
     z = 2 * TANH_SCALE * (x + CUBE * (x * x * x))
-    bend = lax.logistic(z) * lax.logistic(-z)
+    e = jnp.exp(-jnp.abs(z))
+    far = 1 / (1 + e)  # σ(|2u|)
+    bend = e * (far * far)
     slope = jnp.where(bend == 0, 0, bend * (2 * TANH_SCALE) * (1 + 3 * CUBE * (x * x)))
-    return t * (lax.logistic(z) + saturating(x, slope))
+    return t * (jnp.where(z > 0, far, e * far) + saturating(x, slope))
 
 
 def remainder(a, b):

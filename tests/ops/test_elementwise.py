@@ -112,6 +112,16 @@ def test_gelu_tanh_is_the_tanh_form(dtype):
     agree(F.gelu_tanh(x), want, dtype, ulps, 0.0 if dtype == "float64" else 1e-36)
 
 
+def test_slope_of_gelu_tanh_between_its_tail_and_zero():
+    """1 − tanh² would be off by 3.5e-6 near −4.9, where x·u′ is large."""
+    x = np.linspace(-12, 12, 4801, dtype=np.float32)
+    v, c = x.astype(np.float64), math.sqrt(2 / math.pi)
+    z, dz = 2 * c * (v + 0.044715 * v**3), 2 * c * (1 + 3 * 0.044715 * v**2)
+    want = special.expit(z) * (1 + v * special.expit(-z) * dz)
+    got = jax.vjp(F.gelu_tanh, x)[1](jnp.ones_like(x))[0]
+    np.testing.assert_allclose(got, want, rtol=0, atol=5e-7)
+
+
 @pytest.mark.parametrize("name", [*UNARY, "gelu_tanh"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_types_are_computed_in_float32(name, dtype):
