@@ -11,6 +11,7 @@ questions of::
 
 from . import types as types
 from ._choose import Kernel as Kernel, KernelCaps as KernelCaps
+from ._fuse.fusing import fuse as fuse
 from ._fused import FusedOp as FusedOp
 from ._op import Op as Op, Precision as Precision
 from .errors import (

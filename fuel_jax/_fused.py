@@ -8,6 +8,7 @@ that of the first output also as ``upstream``), or the derivative of the body, o
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from ._choose import PIN, Choice, decide
+from ._fuse.spelling import Spelling
 from ._op import Call, Op, P, R, abstract, as_tuple
 from .errors import ArgumentError, NotDifferentiable
 from .numerics import is_float
@@ -39,7 +41,7 @@ class FusedOp(Op[P, R], jax.custom_vjp[R]):
         backward: FusedOp | Literal["decompose", "none"] = "decompose",
         seed_backward: str = "NotDifferentiable",
         frozen: Sequence[str] = (),
-        spellings: Sequence[Callable[..., Any]] = (),
+        spellings: Sequence[Callable[..., Any] | Spelling] = (),
         matchable: bool = True,
         **contract: Any,
     ) -> None:
@@ -53,8 +55,8 @@ class FusedOp(Op[P, R], jax.custom_vjp[R]):
                 body; ``"none"`` if there is no gradient.
             seed_backward: Fuel's own ``BackwardKind``.
             frozen: float operands without a gradient; differentiating one raises.
-            spellings: other ways to write the body, for the matcher.
-            matchable: whether the body is a pattern to look for in other people's programs.
+            spellings: other ways to write the body, for ``fuse``; same signature.
+            matchable: whether ``fuse`` looks for the body in other people's programs.
             **contract: as for :class:`Op`.
         """
 
@@ -67,7 +69,7 @@ class FusedOp(Op[P, R], jax.custom_vjp[R]):
         super().__init__(body, **contract)
         self.id, self.family, self.backward = id, family, backward
         self.seed_backward, self.frozen = seed_backward, frozenset(frozen)
-        self.spellings, self.matchable = tuple(spellings), matchable
+        self.spellings, self.matchable = list(spellings), matchable
         if bad := self.frozen.difference(self.inputs):
             raise ArgumentError(
                 f"{self.name}: frozen operands {sorted(bad)} are not among {self.inputs}."
@@ -85,6 +87,56 @@ class FusedOp(Op[P, R], jax.custom_vjp[R]):
         """The op as JAX's custom_vjp sees it: static half first, every operand present."""
         guarded = map(self._guarded, self.signature.names(arrays), arrays)
         return jax.custom_vjp.__call__(self, call, *guarded)
+
+    def spelling(
+        self,
+        *,
+        axes: dict[str, str],
+        call: Callable[..., Any] | None = None,
+        variants: Sequence[dict[str, Any]] = ({},),
+        last: str | None = None,
+        integers: Sequence[str] = (),
+        needs: Sequence[str] = (),
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorator: another way in which people write the op, for ``fuse`` to recognise.
+
+        The function takes arrays by position and parameters by keyword.  Parameters annotated
+        ``float`` or ``int`` are found in the program.
+
+        Args:
+            axes: names of the axes of each operand, ``{"x": "*batch n"}``.  Layouts do not
+                matter, so one order of axes stands for all.
+            call: what to call instead, with the same arguments; the op itself if None.
+            variants: values of the other parameters, a spelling for each.
+            last: the axis that must be the last one in a program for the op to be worth it.
+            integers: operands that hold integers.
+            needs: operations that a program must have near the result (their names as terms).
+        """
+
+        def register(write: Callable[..., Any]) -> Callable[..., Any]:
+            params = inspect.signature(write, eval_str=True).parameters.values()
+            for fixed in variants:
+                holes = {
+                    p.name: p.annotation
+                    for p in params
+                    if p.kind is p.KEYWORD_ONLY and p.name not in fixed
+                }
+                self.spellings.append(
+                    Spelling(
+                        self.name,
+                        write,
+                        {n: tuple(a.split()) for n, a in axes.items()},
+                        call or self,
+                        holes,
+                        fixed,
+                        frozenset(integers),
+                        last,
+                        frozenset(needs),
+                    )
+                )
+            return write
+
+        return register
 
     # -- differentiating -------------------------------------------------------------------
 

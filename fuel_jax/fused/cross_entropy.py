@@ -1,5 +1,6 @@
 """Softmax cross entropy with integer targets, and its backward."""
 
+import functools
 import math
 from typing import Any
 
@@ -214,3 +215,84 @@ def by_rows(logits, targets, *, reduction, ignore_index, return_lse):
         return jax.tree.map(lambda y: y.reshape(label.shape), found)
 
     return reduced(rows, logits, targets, reduction, ignore_index, return_lse)
+
+
+# -- as people write it --------------------------------------------------------------------
+#
+# A label that is no class gives NaN, the last class but one, the nearest class, or nothing at all,
+# depending on how the logit is picked.  So each spelling renames such labels before the op sees
+# them: NOTHING is a label that the op ignores, and the number of classes one that it does not.
+
+NOTHING = -1
+ROWS_AND_CLASSES = {"logits": "*rows v", "targets": "*rows"}
+written = functools.partial(
+    fused_softmax_cross_entropy.spelling, axes=ROWS_AND_CLASSES, integers=("targets",), last="v"
+)
+
+
+def picked(logits: Array, targets: Array) -> Array:
+    """As ``take_along_axis`` counts: −1 is the last class; NaN for what is none."""
+    return jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+
+
+def counted_from_the_end(logits: Array, targets: Array) -> Array:
+    """The loss for :func:`picked`."""
+    classes = logits.shape[-1]
+    label = jnp.where(targets < 0, targets + classes, targets)
+    label = jnp.where(label < 0, classes, label)
+    return fused_softmax_cross_entropy(logits, label, reduction="none", ignore_index=NOTHING)
+
+
+def clipped(logits: Array, targets: Array) -> Array:
+    """The loss for ``logits[arange(n), targets]``, which reads the nearest class."""
+    classes = logits.shape[-1]
+    label = jnp.clip(jnp.where(targets < 0, targets + classes, targets), 0, classes - 1)
+    return fused_softmax_cross_entropy(logits, label, reduction="none", ignore_index=NOTHING)
+
+
+def or_nothing(logits: Array, targets: Array) -> Array:
+    """The loss for ``one_hot``, which is zero for what is no class."""
+    valid = (targets >= 0) & (targets < logits.shape[-1])
+    label = jnp.where(valid, targets, NOTHING)
+    return fused_softmax_cross_entropy(logits, label, reduction="none", ignore_index=NOTHING)
+
+
+@written(call=counted_from_the_end, needs=("pick", "log"))
+def logsumexp_less_logit(logits, targets):
+    """As ``optax.softmax_cross_entropy_with_integer_labels``."""
+    return jax.nn.logsumexp(logits, -1) - picked(logits, targets)
+
+
+@written(call=counted_from_the_end, needs=("pick", "log"))
+def picked_from_log_softmax(logits, targets):
+    """Minus the label's log-probability."""
+    return -picked(jax.nn.log_softmax(logits), targets)
+
+
+@written(call=or_nothing, needs=("eq", "log"))
+def one_hot_times_log_softmax(logits, targets):
+    """As ``optax.softmax_cross_entropy`` of ``one_hot`` labels."""
+    one_hot = jax.nn.one_hot(targets, logits.shape[-1])
+    return -jnp.sum(one_hot * jax.nn.log_softmax(logits), -1)
+
+
+rows = functools.partial(
+    fused_softmax_cross_entropy.spelling,
+    axes={"logits": "rows v", "targets": "rows"},
+    integers=("targets",),
+    last="v",
+    needs=("pick", "log"),
+    call=clipped,
+)
+
+
+@rows()
+def indexed_log_softmax(logits, targets):
+    """Minus the label's log-probability, by indexing."""
+    return -jax.nn.log_softmax(logits)[jnp.arange(logits.shape[0]), targets]
+
+
+@rows()
+def logsumexp_less_indexed_logit(logits, targets):
+    """``logsumexp − logits[arange(n), targets]``."""
+    return jax.nn.logsumexp(logits, -1) - logits[jnp.arange(logits.shape[0]), targets]

@@ -14,7 +14,7 @@ from ..numerics import wide
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
 from ..types import Array, Floats, Indices, Wide
-from . import _attention as maths, _attention_chunked as chunked
+from . import _attention as maths, _attention_chunked as chunked, _attention_written as written
 from ._attention import Places, Rules
 
 PRECISION = Precision(float32=5e-6)
@@ -394,3 +394,26 @@ flash_attn_backward.kernel("chunked", **limits)(chunked.backward)
 flash_attn_backward_q.kernel("flash_attn")(by_flash_attn(0))
 flash_attn_backward_k.kernel("flash_attn")(by_flash_attn(1))
 flash_attn_backward_v.kernel("flash_attn")(by_flash_attn(2))
+
+# -- as people write it --------------------------------------------------------------------
+
+
+def by_flash(q, k, v, k_len=None, **params):
+    """The textbook's heads, in groups or not, as those of ``flash_attn``."""
+    heads = q.reshape(q.shape[0], -1, *q.shape[-2:])
+    o = flash_attn(heads, k, v, None, k_len, **params)
+    return o.reshape(*q.shape[:-1], o.shape[-1])
+
+
+for fixed in written.variants():
+    lengths = {} if "k_len" in fixed else {"k_len": "b"}
+    needs = (*written.NEEDS, *(() if "softcap" in fixed else ("tanh",)))
+    needs += ("select",) if lengths or fixed["causal"] else ()
+    for axes, write in ((written.GROUPED, written.textbook), (written.REPEATED, written.repeated)):
+        flash_attn.spelling(
+            axes={**axes, **lengths},
+            call=by_flash,
+            variants=[fixed],
+            integers=("k_len",),
+            needs=(*needs, *(("merge",) if write is written.repeated else ())),
+        )(write)

@@ -109,3 +109,25 @@ def layer_norm_last_dim(
     """
     d, r = centred(x, eps)
     return (d * r).astype(x.dtype)
+
+
+@layer_norm_last_dim.spelling(axes={"x": "*batch d"}, last="d")
+def in_two_passes(x, *, eps: float):
+    """With the variance of what is left when the mean is gone, as ``jnp.var``."""
+    d = x - jnp.mean(x, -1, keepdims=True)
+    return d / jnp.sqrt(jnp.mean(jnp.square(d), -1, keepdims=True) + eps)
+
+
+@layer_norm_last_dim.spelling(
+    axes={"x": "*batch d"},
+    last="d",
+    variants=({"clipped": True}, {"clipped": False}),
+    call=lambda x, eps, clipped: layer_norm_last_dim(x, eps=eps),
+)
+def in_one_pass(x, *, eps: float, clipped):
+    """With mean(x²) − mean(x)², as Flax and ``jax.nn.standardize``."""
+    mean = jnp.mean(x, -1, keepdims=True)
+    variance = jnp.mean(jnp.square(x), -1, keepdims=True) - jnp.square(mean)
+    if clipped:
+        variance = jnp.maximum(variance, 0)
+    return (x - mean) / jnp.sqrt(variance + eps)

@@ -87,3 +87,9 @@ def fused_linear(
     """
     sums = jnp.matmul(a, b, precision=product_precision(), preferred_element_type=wide_dtype(a))
     return (sums + wide(bias)).astype(a.dtype)
+
+
+@fused_linear.spelling(axes={"a": "m k", "b": "k n", "bias": "n"})
+def product_plus_bias(a, b, bias):
+    """The weights in any layout, the axes of ``m`` and ``n`` any number."""
+    return a @ b + bias

@@ -62,12 +62,6 @@ def rms_norm_last_dim_backward(
     return dx.astype(x.dtype)
 
 
-def by_division(x: Array, *, eps: float) -> Array:
-    """A second spelling people write."""
-    v = wide(x)
-    return (v / jnp.sqrt(jnp.mean(v * v, -1, keepdims=True) + eps)).astype(x.dtype)
-
-
 @fused_op(
     OpKind.RmsNormLastDim,
     id=FusedOps.RMS_NORM_LAST_DIM,
@@ -75,7 +69,6 @@ def by_division(x: Array, *, eps: float) -> Array:
     precision=PRECISION,
     backward=rms_norm_last_dim_backward,
     seed_backward="Fused(rms_norm_last_dim_backward)",
-    spellings=(by_division,),
     rejects=rejects,
     examples=examples,
 )
@@ -102,3 +95,9 @@ def rms_norm_last_dim(
     v = wide(x)
     r = lax.rsqrt(jnp.mean(jnp.square(v), -1, keepdims=True) + eps)
     return (v * r).astype(x.dtype)
+
+
+@rms_norm_last_dim.spelling(axes={"x": "*batch d"}, last="d")
+def over_root_mean_square(x, *, eps: float):
+    """``x / √(mean(x²) + eps)``; the gain, and whatever is cast in between, stays outside."""
+    return x / jnp.sqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + eps)

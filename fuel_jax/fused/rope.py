@@ -98,6 +98,7 @@ def rope_backward(
     precision=PRECISION,
     backward=rope_backward,
     rejects=rejects,
+    matchable=False,  # rotate_half below is the body, with tables as people have them
     examples=examples,
 )
 def rope(
@@ -125,3 +126,58 @@ def rope(
     """
     v, c, s = wide(x), wide(cos), wide(sin)
     return (v * c + swapped(v, -1) * s).astype(x.dtype)
+
+
+# -- as people write it --------------------------------------------------------------------
+
+ROTATED = ("concatenate",)
+
+
+@rope.spelling(axes={"x": "*batch s d", "cos": "s d", "sin": "s d"}, last="d", needs=ROTATED)
+def rotate_half(x, cos, sin):
+    """As GPT-NeoX and Llama: x·cos + (−second half, first half)·sin."""
+    lo, hi = jnp.split(x, 2, -1)
+    return x * cos + jnp.concatenate([-hi, lo], -1) * sin
+
+
+def full_width(x, cos, sin):
+    """Tables of half the width, whole; ``[b, s, d]`` for ``[b, h, s, d]``."""
+    if cos.shape[-1] != x.shape[-1]:
+        cos, sin = (jnp.concatenate([t, t], -1) for t in (cos, sin))
+    if cos.ndim > 2:
+        cos, sin = cos[:, None], sin[:, None]
+    return rope(x, cos, sin)
+
+
+@rope.spelling(
+    axes={"x": "b h s d", "cos": "b s d", "sin": "b s d"},
+    last="d",
+    call=full_width,
+    needs=ROTATED,
+)
+def with_a_table_for_each_sequence(x, cos, sin):
+    """Positions that differ from sequence to sequence."""
+    return rotate_half(x, cos[:, None], sin[:, None])
+
+
+@rope.spelling(
+    axes={"x": "*batch s d", "cos": "s d/2", "sin": "s d/2"},
+    last="d",
+    call=full_width,
+    needs=ROTATED,
+)
+def half_by_half(x, cos, sin):
+    """With tables of half the width."""
+    lo, hi = jnp.split(x, 2, -1)
+    return jnp.concatenate([lo * cos - hi * sin, hi * cos + lo * sin], -1)
+
+
+@rope.spelling(
+    axes={"x": "b h s d", "cos": "b s d/2", "sin": "b s d/2"},
+    last="d",
+    call=full_width,
+    needs=ROTATED,
+)
+def half_by_half_for_each_sequence(x, cos, sin):
+    """With tables of half the width, and positions that differ from sequence to sequence."""
+    return half_by_half(x, cos[:, None], sin[:, None])

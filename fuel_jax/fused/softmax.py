@@ -77,6 +77,25 @@ def softmax_last_dim(x: Floats[Array, "*batch n"]) -> Floats[Array, "*batch n"]:
     return (e * (1 / jnp.sum(e, -1, keepdims=True))).astype(x.dtype)
 
 
+@softmax_last_dim.spelling(axes={"x": "*batch n"}, last="n")
+def below_the_maximum(x):
+    """As in every textbook, and in ``jax.nn.softmax``."""
+    e = jnp.exp(x - jnp.max(x, -1, keepdims=True))
+    return e / jnp.sum(e, -1, keepdims=True)
+
+
+@softmax_last_dim.spelling(axes={"x": "*batch n"}, last="n")
+def by_log_softmax(x):
+    """``exp(log_softmax(x))``."""
+    return jnp.exp(jax.nn.log_softmax(x))
+
+
+@softmax_last_dim.spelling(axes={"x": "*batch n"}, last="n")
+def by_logsumexp(x):
+    """``exp(x − logsumexp(x))``."""
+    return jnp.exp(x - jax.nn.logsumexp(x, -1, keepdims=True))
+
+
 @fused_op(
     OpKind.LogSoftmaxLastDimBackward,
     family="Backward",
@@ -127,3 +146,15 @@ def log_softmax_last_dim(x: Floats[Array, "*batch n"]) -> Floats[Array, "*batch 
     v = wide(x)
     e, m = exp_below_max(v)
     return (uncontracted(v) - m - jnp.log(jnp.sum(e, -1, keepdims=True))).astype(x.dtype)
+
+
+@log_softmax_last_dim.spelling(axes={"x": "*batch n"}, last="n")
+def shifted(x):
+    """As in ``jax.nn.log_softmax``: what is exponentiated is kept."""
+    return jax.nn.log_softmax(x)
+
+
+@log_softmax_last_dim.spelling(axes={"x": "*batch n"}, last="n")
+def less_logsumexp(x):
+    """``x − logsumexp(x)``."""
+    return x - jax.nn.logsumexp(x, -1, keepdims=True)

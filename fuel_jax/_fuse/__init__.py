@@ -1,0 +1,1 @@
+"""Recognising people's own maths, and putting fused ops in its place."""

@@ -1,0 +1,385 @@
+"""What primitives mean: layout, and operations along axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from .program import Equation
+from .reading import Reader, of, rule
+from .terms import Label, Part, Terms, View, digits, order
+
+# -- layout --------------------------------------------------------------------------------
+
+
+@rule("broadcast_in_dim")
+def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
+    if len(given) != 1:
+        return None
+    axes: list[int | None] = [None] * len(eqn.outputs[0].shape)
+    for i, d in enumerate(eqn.params["broadcast_dimensions"]):
+        axes[d] = given[0].axes[i]
+    return View(given[0].term, tuple(axes), eqn.outputs[0].shape)
+
+
+@rule("transpose")
+def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
+    order = eqn.params["permutation"]
+    (view,) = given
+    return View(view.term, tuple(view.axes[i] for i in order), eqn.outputs[0].shape)
+
+
+@rule("squeeze")
+def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
+    gone = {d % len(given[0].shape) for d in eqn.params["dimensions"]}
+    axes = tuple(a for i, a in enumerate(given[0].axes) if i not in gone)
+    return View(given[0].term, axes, eqn.outputs[0].shape)
+
+
+@rule("expand_dims")
+def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
+    axes = list(given[0].axes)
+    for d in sorted(eqn.params["dimensions"]):
+        axes.insert(d, None)
+    return View(given[0].term, tuple(axes), eqn.outputs[0].shape)
+
+
+@rule("reshape")
+def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
+    """Axes are merged and split; splitting what was merged gives it back."""
+    if eqn.params.get("dimensions") is not None:
+        return None
+    (view,), shape = given, eqn.outputs[0].shape
+    groups = aligned(view.shape, shape)
+    if groups is None:
+        return None
+    part: Part = view.at(range(len(view.shape)))
+    place: dict[Label, int] = {}
+    for olds, news in groups:
+        olds = [i for i in olds if view.shape[i] != 1]
+        news = [i for i in news if shape[i] != 1]
+        present = [i for i in olds if i in part[1]]
+        if not present:
+            continue
+        if [view.shape[i] for i in olds] == [shape[i] for i in news]:
+            place |= {i: j for i, j in zip(olds, news, strict=True)}
+            continue
+        label: Label = olds[0]
+        if len(olds) > 1:
+            part = merge(reader.terms, part, olds, [view.shape[i] for i in olds], ("m", label))
+            label = ("m", label)
+        if len(news) > 1:
+            part = split(reader.terms, part, label, [(("s", j), shape[j]) for j in news])
+            place |= {("s", j): j for j in news}
+        else:
+            place[label] = news[0]
+    return reader.seen((part[0], tuple(place[x] for x in part[1])), shape)
+
+
+def aligned(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]] | None:
+    """The smallest runs of axes whose extents multiply to the same."""
+    if math.prod(old) == 0:
+        return None
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        olds, news, a, b = [], [], 1, 1
+        while True:
+            if a == b and (olds or news) and a != 1:
+                break
+            if a <= b and i < len(old):
+                olds.append(i)
+                a, i = a * old[i], i + 1
+            elif j < len(new):
+                news.append(j)
+                b, j = b * new[j], j + 1
+            else:
+                break
+        if a != b:
+            return None
+        groups.append((olds, news))
+    return groups
+
+
+def merge(
+    terms: Terms, part: Part, olds: Sequence[Label], extents: Sequence[int], label: Label
+) -> Part:
+    """Several axes as one.  Those the term does not have repeat it."""
+    term, labels = part
+    where = tuple(x in labels for x in olds)
+    if term.op == "split" and all(where):  # of one axis, into just these
+        inner, at = term.args[0]
+        n = len(olds)
+        made = labels[len(labels) - n :]
+        if tuple(olds) == made and n == len(term.params):
+            back = dict(enumerate(labels[: len(labels) - n]))
+            return inner, tuple(back.get(i, label) for i in at)
+    bound = [x for x in olds if x in labels]
+    # Which axis comes first counts, so it is part of the operation.
+    params = tuple(extents), where, ranks([labels.index(x) for x in bound])
+    return terms.intern(
+        "merge", params, [part], term.kind, bound=bound, new=[(label, math.prod(extents))]
+    )
+
+
+def ranks(order: Sequence[int]) -> tuple[int, ...]:
+    """The order of distinct numbers, as a permutation."""
+    return tuple(sorted(order).index(i) for i in order)
+
+
+def split(terms: Terms, part: Part, label: Label, news: Sequence[tuple[Label, int]]) -> Part:
+    """One axis as several."""
+    term, labels = part
+    sizes = tuple(n for _, n in news)
+    if term.op == "merge" and labels[-1] == label and term.params[0] == sizes:
+        _, where, order = term.params
+        if all(where):
+            inner, at = term.args[0]
+            merged = sorted(i for i in at if i >= len(term.shape))
+            back: dict[int, Label] = dict(enumerate(labels[:-1]))
+            back |= {merged[rank]: x for rank, (x, _) in zip(order, news, strict=True)}
+            return inner, tuple(back[i] for i in at)
+    return terms.intern("split", sizes, [part], term.kind, bound=[label], new=news)
+
+
+# -- along an axis -------------------------------------------------------------------------
+
+
+def along(terms: Terms, name: str, params: Any, part: Part, label: Label, extent: int) -> Part:
+    """One axis turned into another, as by a slice."""
+    term, labels = part
+    if label not in labels:
+        raise NotImplementedError
+    made, out = terms.intern(
+        name, params, [part], term.kind, bound=[label], new=[(("to", label), extent)]
+    )
+    return made, tuple(label if x == ("to", label) else x for x in out)
+
+
+@rule("slice")
+def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
+    (view,), shape = given, eqn.outputs[0].shape
+    part: Part = view.at(range(len(shape)))
+    starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
+    strides = eqn.params["strides"] or (1,) * len(shape)
+    for d, (start, limit, stride) in enumerate(zip(starts, limits, strides, strict=True)):
+        if d in part[1] and (start, limit, stride) != (0, view.shape[d], 1):
+            if shape[d] == 1:
+                return None
+            part = along(reader.terms, "slice", (start, limit, stride), part, d, shape[d])
+    return reader.seen(part, shape)
+
+
+@rule("split")
+def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
+    (view,), d, views = given, eqn.params["axis"], []
+    start = 0
+    for out, size in zip(eqn.outputs, eqn.params["sizes"], strict=True):
+        part: Part = view.at(range(len(view.shape)))
+        if size == 1:
+            return None
+        if d in part[1] and size != view.shape[d]:
+            part = along(reader.terms, "slice", (start, start + size, 1), part, d, size)
+        views.append(reader.seen(part, out.shape))
+        start += size
+    return views
+
+
+@rule("pad")
+def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
+    (view, value), shape = given, eqn.outputs[0].shape
+    part: Part = view.at(range(len(shape)))
+    if value.term.op != "number":
+        return None
+    for d, (low, high, inner) in enumerate(eqn.params["padding_config"]):
+        if (low, high, inner) != (0, 0, 0):
+            if d not in part[1]:
+                return None
+            params = low, high, inner, digits(value.term.params)
+            part = along(reader.terms, "pad", params, part, d, shape[d])
+    return reader.seen(part, shape)
+
+
+@rule("rev")
+def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
+    (view,), shape = given, eqn.outputs[0].shape
+    part: Part = view.at(range(len(shape)))
+    for d in eqn.params["dimensions"]:
+        if d in part[1]:
+            part = along(reader.terms, "rev", (), part, d, shape[d])
+    return reader.seen(part, shape)
+
+
+@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
+    (view,), shape = given, eqn.outputs[0].shape
+    part: Part = view.at(range(len(shape)))
+    d = eqn.params["axis"]
+    if d not in part[1]:
+        return None
+    part = along(reader.terms, eqn.name, (eqn.params["reverse"],), part, d, shape[d])
+    return reader.seen(part, shape)
+
+
+@rule("concatenate")
+def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
+    shape, kind = of(eqn)
+    d = eqn.params["dimension"]
+    parts = [v.at(range(len(shape))) for v in given]
+    if all(v.shape[d] == 1 for v in given):
+        part = reader.terms.intern("columns", (), parts, kind, new=[(d, shape[d])])
+        return reader.seen(part, shape)
+    if any(d not in labels for _, labels in parts):
+        return None
+    part = reader.terms.intern(
+        "concatenate",
+        (),
+        parts,
+        kind,
+        bound=[d],
+        new=[(("to", d), shape[d])],
+        key=tuple(v.shape[d] for v in given),
+    )
+    return reader.seen((part[0], tuple(d if x == ("to", d) else x for x in part[1])), shape)
+
+
+@rule("iota")
+def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
+    shape, kind = of(eqn)
+    d = eqn.params["dimension"]
+    if kind not in "fi" or given:
+        return None
+    if shape[d] == 1:
+        return reader.seen((reader.terms.scalar(0, kind), ()), shape)
+    part = reader.terms.intern("iota", shape[d], (), "i", new=[(d, shape[d])])
+    if kind == "f":
+        part = reader.terms.intern("cast", (), [part], "f")
+    return reader.seen(part, shape)
+
+
+# -- reductions ----------------------------------------------------------------------------
+
+
+def kept(rank: int, axes: Sequence[int]) -> dict[int, int]:
+    """Where the axes that are not reduced end up."""
+    return {d: i for i, d in enumerate(d for d in range(rank) if d not in axes)}
+
+
+@rule("reduce_sum")
+def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
+    (view,), axes = given, [int(d) for d in eqn.params["axes"]]
+    shape, kind = of(eqn)
+    if kind not in "fi":
+        return None
+    term, labels = reader.terms.total(
+        view.at(range(len(view.shape))), axes, [view.shape[d] for d in axes]
+    )
+    place = kept(len(view.shape), axes)
+    return reader.seen((term, tuple(place[x] for x in labels)), shape)
+
+
+@rule("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
+def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
+    (view,), axes = given, [int(d) for d in eqn.params["axes"]]
+    shape, kind = of(eqn)
+    part = view.at(range(len(view.shape)))
+    present = [d for d in axes if d in part[1]]
+    names = {"reduce_max": "maximum", "reduce_min": "minimum"}
+    if eqn.name not in names and len(present) < len([d for d in axes if view.shape[d] != 1]):
+        return None
+    if present or eqn.name not in names:
+        name = names.get(eqn.name, eqn.name)
+        part = reader.terms.intern(name, (), [part], kind, bound=present)
+    place = kept(len(view.shape), axes)
+    return reader.seen((part[0], tuple(place[x] for x in part[1])), shape)
+
+
+@rule("dot_general")
+def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
+    """Σ over the contracted axes of the product; factors are opened up for their number only."""
+    shape, kind = of(eqn)
+    (left, right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
+    if kind not in "fi":
+        return None
+    labels: list[list[Label]] = [[None] * len(v.shape) for v in given]
+    extents = {}
+    for i, (a, b) in enumerate(zip(left, right, strict=True)):
+        labels[0][a] = labels[1][b] = ("sum", i)
+        extents["sum", i] = given[0].shape[a]
+    for i, (a, b) in enumerate(zip(batch_left, batch_right, strict=True)):
+        labels[0][a] = labels[1][b] = i
+    free = len(batch_left)
+    for names in labels:
+        for d, label in enumerate(names):
+            if label is None:
+                names[d], free = free, free + 1
+    coef, parts = 1, []
+    for view, names in zip(given, labels, strict=True):
+        term, at = view.at(names)
+        if term.op == "product" and term.params[0] != 1 and not view.shared:
+            c, (term, at) = reader.terms._bare((term, at))
+            coef = coef * c
+        parts.append((term, at))
+    # A factor that is itself a product stays one operand of this one.
+    if parts[0] == parts[1]:
+        product = reader.terms.product([(parts[0], 2)], 1, kind)
+    else:
+        product = reader.terms.intern("product", (1, (1, 1)), sorted(parts, key=order), kind)
+    if any(x not in product[1] for x in extents):
+        return None
+    if extents:
+        product = reader.terms.intern("total", (), [product], kind, bound=extents)
+    return reader.seen(reader.terms.product([(product, 1)], coef, kind), shape)
+
+
+@rule("gather")
+def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
+    """One element along one axis, chosen for each place of the result: ``take_along_axis``."""
+    (x, index), shape, dims = given, eqn.outputs[0].shape, eqn.params["dimension_numbers"]
+    mode, fill = str(eqn.params["mode"]).split(".")[-1], eqn.params["fill_value"]
+    rank = len(x.shape)
+    if "FILL" in mode and fill is not None and not math.isnan(fill):
+        return None
+    if list(dims.start_index_map) != list(dims.collapsed_slice_dims):
+        return None
+    if index.term.op == "number" and len(dims.collapsed_slice_dims) == 1:
+        (d,), at = dims.collapsed_slice_dims, index.term.params
+        sizes = (*x.shape[:d], 1, *x.shape[d + 1 :])
+        if eqn.params["slice_sizes"] != sizes or len(dims.offset_dims) != len(shape):
+            return None
+        if dims.operand_batching_dims or not 0 <= at < x.shape[d]:
+            return None
+        term, labels = x.at(range(rank))
+        if d in labels:
+            term, labels = reader.terms.intern("at", at, [(term, labels)], term.kind, bound=[d])
+        place = kept(rank, [d])
+        return reader.seen((term, tuple(place[i] for i in labels)), shape)
+    if dims.offset_dims or any(n != 1 for n in eqn.params["slice_sizes"]):
+        return None
+    columns = [index.at(range(len(index.shape)))]
+    if index.term.op == "columns":
+        _, labels = index.at(range(len(index.shape)))
+        columns = [(t, tuple(labels[i] for i in at)) for t, at in index.term.args]
+    if len(columns) != len(dims.collapsed_slice_dims):
+        return None
+    names: dict[int, Label] = dict(
+        zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True)
+    )
+    chosen = []
+    for d, (term, at) in zip(dims.collapsed_slice_dims, columns, strict=True):
+        if term.op == "iota" and term.params == x.shape[d]:
+            names[d] = at[0]
+        else:
+            names[d] = ("chosen", d)
+            chosen.append((term, at))
+    if len(chosen) != 1 or len(set(names.values())) != rank:
+        return None
+    bound = [n for n in names.values() if isinstance(n, tuple)]
+    part = x.at([names[d] for d in range(rank)])
+    if bound[0] not in part[1]:
+        return None
+    kind = "fill" if "FILL" in mode else "clip"
+    return reader.seen(
+        reader.terms.intern("pick", kind, [part, chosen[0]], x.term.kind, bound=bound), shape
+    )
