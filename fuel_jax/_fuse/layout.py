@@ -175,7 +175,7 @@ def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
 def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
     (view,), d, views = given, eqn.params["axis"], []
     start = 0
-    for out, size in zip(eqn.outputs, eqn.params["sizes"], strict=True):
+    for out, size in zip(eqn.outputs, map(int, eqn.params["sizes"]), strict=True):
         part: Part = view.at(range(len(view.shape)))
         if size == 1:
             return None
