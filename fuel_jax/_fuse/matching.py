@@ -261,6 +261,7 @@ class Matcher:
 
     def ways(self, pattern: Pattern, root: Term) -> Iterator[Way]:
         """Ways to read a term, or of a sum or product a part of it, as the pattern."""
+        self.extent = {}  # those of the last search are of no use, and copied with every find
         p = pattern.root
         ps, ns = self.fresh(p.shape), self.fresh(root.shape)
         if p.op == "sum" and root.op != "sum":
