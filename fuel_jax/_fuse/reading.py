@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -60,6 +61,8 @@ class Reader:
         """A closed-over array; a number if it is one."""
         if var.aval.size == 1 and isinstance(var.const, np.ndarray | np.generic):
             return self.number(np.asarray(var.const).reshape(()).item(), var.aval)
+        if np.dtype(var.dtype).kind in "bi" and (part := table(self.terms, var.const)):
+            return self.seen(part, var.shape)
         return self.input(("const", id(var.const)), var.shape, var.dtype)
 
     def number(self, value: Any, aval: Any) -> View:
@@ -180,6 +183,29 @@ class Reader:
             parts += found
             coef = coef * c
         return self.seen(self.terms.product(parts, coef, kind), shape)
+
+
+def table(terms: Terms, const: Any) -> Part | None:
+    """A closed-over table of positions, or of which come first: ``arange``, ``tri`` …"""
+    if isinstance(const, jax.Array) and not const.is_fully_addressable:
+        return None
+    x = np.asarray(const)
+    dims = [d for d, n in enumerate(x.shape) if n != 1]
+    place = lambda d: (terms.intern("iota", x.shape[d], (), "i", new=[(d, x.shape[d])])[0], (d,))
+    if x.dtype != bool and len(dims) == 1:
+        first, step = int(x.flat[0]), int(x.flat[1]) - int(x.flat[0])
+        if step and np.array_equal(x.ravel(), first + step * np.arange(x.size)):
+            return terms.sum([(place(dims[0]), step)], first, "i")
+    if x.dtype == bool and len(dims) == 2:
+        rows, columns = (x.shape[d] for d in dims)
+        for lower in (True, False):  # column − row is at most, or at least, an offset
+            flat = x.reshape(rows, columns) == lower
+            offset = int(flat[0].sum()) - 1
+            if 0 <= offset < columns - 1 and np.array_equal(flat, np.tri(rows, columns, offset)):
+                difference = [(place(dims[0]), 1), (place(dims[1]), -1)]
+                mask = terms.at_least_0(terms.sum(difference, offset, "i"))
+                return mask if lower else terms.negate(mask)
+    return None
 
 
 Rule = Callable[[Reader, Equation, list[View]], Any]
