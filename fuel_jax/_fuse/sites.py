@@ -235,7 +235,15 @@ def power(x: Any, exponent: Any) -> Any:
 
 
 def precision_of(site: Site) -> Any:
-    """What the program asked of its products: the op gives them no less, and no more."""
-    asked = [e.params["precision"] for e in site.covers if e.name == "dot_general"]
+    """What the program asked of its products: the op gives them no less, and no more.
+
+    Of those of wide operands: others have one precision only, whatever algorithm is asked for.
+    """
+    asked = [
+        e.params["precision"]
+        for e in site.covers
+        if e.name == "dot_general" and all(x.dtype.itemsize > 2 for x in e.inputs)
+    ]
     first = next((p[0] if isinstance(p, tuple) else p for p in asked if p is not None), None)
-    return None if first is None else str(first).lower()
+    name = getattr(first, "name", None)  # that of an algorithm is upper case, and stays so
+    return name.lower() if isinstance(first, lax.Precision) else name
