@@ -187,11 +187,26 @@ class Terms:
             rest = [(p, w) for p, w in weights.items() if p != part]
             if rest and not (hidden(weight * no.params) and yes.params == 0):
                 continue
+            rest = [(self._where(p, mask), w) for p, w in rest]
             on_true = self.sum([*rest, ((yes, ()), weight)], const, kind)
             if rest:
                 return self.select(mask, (self.scalar(-math.inf, kind), ()), on_true)
             return self.select(mask, self.sum([((no, ()), weight)], const, kind), on_true)
         return None
+
+    def _where(self, part: Part, mask: Part) -> Part:
+        """A product where a mask holds: of factors that choose by it, what they choose."""
+        term, labels = part
+        if term.op != "product":
+            return part
+        coef, powers = term.params
+        chosen = [
+            parts_of(*factor)[2]
+            if factor[0].op == "select" and parts_of(*factor)[0] == mask
+            else factor
+            for factor in parts_of(term, labels)
+        ]
+        return self.product(list(zip(chosen, powers, strict=True)), coef, term.kind)
 
     # -- products --------------------------------------------------------------------------
 

@@ -89,7 +89,14 @@ def fused_linear(
     return (sums + wide(bias)).astype(a.dtype)
 
 
-@fused_linear.spelling(axes={"a": "m k", "b": "k n", "bias": "n"})
+def with_one_inner_axis(a, b, bias):
+    """The op, on operands whose inner axes are several."""
+    return fused_linear(a.reshape(a.shape[0], -1), b.reshape(-1, b.shape[-1]), bias)
+
+
+@fused_linear.spelling(
+    axes={"a": "m *k", "b": "*k n", "bias": "n"}, call=with_one_inner_axis, needs=("total",)
+)
 def product_plus_bias(a, b, bias):
-    """The weights in any layout, the axes of ``m`` and ``n`` any number."""
-    return a @ b + bias
+    """The weights in any layout, the axes of ``m``, ``k`` and ``n`` any number."""
+    return jnp.tensordot(a, b, b.ndim - 1) + bias
