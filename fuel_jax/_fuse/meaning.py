@@ -99,14 +99,30 @@ def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
 
 @rule("max", "min")
 def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
-    """What changes no number is left out: max(x, −inf), min(x, the largest float)."""
+    """What changes no number is left out: max(x, −inf), min(x, the largest float), max(x², 0)."""
     shape, kind = of(eqn)
     neutral = (lambda x: x == -math.inf) if eqn.name == "max" else (lambda x: x >= 3e38)
     for i in (0, 1):
-        term = given[i].term
-        if kind == "f" and term.op == "number" and neutral(term.params):
-            return expanded(given[1 - i], shape)
+        term, other = given[i].term, given[1 - i]
+        if kind != "f" or term.op != "number":
+            continue
+        least = eqn.name == "max" and term.params <= 0 and never_negative(other.term)
+        if least or neutral(term.params):
+            return expanded(other, shape)
     return reader.elementwise(eqn.name, given, shape, kind)
+
+
+def never_negative(term: Term) -> bool:
+    """Sums of squares and exponentials, as far as that is plain."""
+    if term.op == "number":
+        return term.params >= 0
+    if term.op == "total":
+        return never_negative(term.args[0][0])
+    if term.op == "product":
+        coef, powers = term.params
+        factors = zip(term.args, powers, strict=True)
+        return coef >= 0 and all(w % 2 == 0 or never_negative(t) for (t, _), w in factors)
+    return term.op in ("exp", "abs")
 
 
 def expanded(view: View, shape: Sequence[int]) -> View:
