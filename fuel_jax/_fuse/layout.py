@@ -318,7 +318,7 @@ def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
     for view, names in zip(given, labels, strict=True):
         term, at = view.at(names)
         if term.op == "product" and term.params[0] != 1 and not view.shared:
-            c, (term, at) = reader.terms._bare((term, at))
+            c, (term, at) = reader.terms.bare((term, at))
             coef = coef * c
         parts.append((term, at))
     # A factor that is itself a product stays one operand of this one.

@@ -85,6 +85,7 @@ class State:
     same: tuple[tuple[Slots, Slots], ...] = ()  # pairs of (pattern's, program's) slots: equal sets
     joined: tuple[tuple[int, int], ...] = ()  # slots that are one axis
     equations: tuple[tuple[float, dict[str, float], float], ...] = ()  # coef · Π hole^power = value
+    scales: tuple[tuple[Term, float], ...] = ()  # operands that are a number times what is bound
 
     def plus(self, **more: Any) -> State:
         """With additions."""
@@ -117,6 +118,9 @@ class Matcher:
 
     def unify(self, p: Term, ps: Slots, n: Term, ns: Slots, state: State) -> Iterator[State]:
         """Ways to read ``n`` as ``p``."""
+        if p.op == "input" and n.op == "product" and n.kind == "f" and n.params[0] != 1:
+            scale, (n, ns) = self.terms.bare((n, ns))
+            state = state.plus(scales=((p, scale),))
         if p in state.bound:
             known, ps_known, ns_known = state.bound[p]
             if known is n:
@@ -235,9 +239,10 @@ class Matcher:
         """A weighted part of a sum, as another one: the weight may be a parameter."""
         if p.op == "product":
             yield from self.unify_product(p, weight, ps, n, n_weight, ns, state)
-        elif p.op == "input" and n_weight != weight:
-            scaled, labels = self.terms.product([((n, ns), 1)], n_weight / weight, n.kind)
-            yield from self.unify(p, ps, scaled, tuple(labels), state)
+        elif n_weight != weight and (scalable := scaling(p)):
+            for operand in scalable:
+                more = state.plus(scales=((operand, n_weight / weight),))
+                yield from self.unify(p, ps, n, ns, more)
         else:
             yield from self.unify(p, ps, n, ns, state)
 
@@ -271,7 +276,27 @@ class Matcher:
         else:
             found = self.unify(p, ps, root, ns, State({}))
         for state in found:
-            yield Way(state, ps, ns)
+            yield Way(self.with_scales(state), ps, ns)
+
+    def with_scales(self, state: State) -> State:
+        """With operands that are numbers times a value: sums carry the numbers elsewhere."""
+        bound = dict(state.bound)
+        for operand, scale in dict(reversed(state.scales)).items():
+            n, ps, ns = bound[operand]
+            scaled, labels = self.terms.product([((n, ns), 1)], scale, n.kind)
+            bound[operand] = scaled, ps, tuple(labels)
+        return dataclasses.replace(state, bound=bound)
+
+
+def scaling(p: Term) -> list[Term]:
+    """The operands of which any, a number of times larger, makes a part of a sum so."""
+    if p.kind != "f":
+        return []
+    if p.op == "total" and p.args[0][0].op == "product":
+        product = p.args[0][0]
+        powers = zip(product.args, product.params[1], strict=True)
+        return [t for (t, _), power in powers if t.op == "input" and power == 1]
+    return [p] if p.op == "input" else []
 
 
 def without_units(axes: Sequence[str]) -> list[str]:

@@ -150,7 +150,7 @@ class Terms:
                 for p, w in zip(parts_of(*part), more, strict=True):
                     weights[p] = weights.get(p, 0) + weight * w
             elif part[0].op == "product" and part[0].params[0] != 1:
-                coef, bare = self._bare(part)
+                coef, bare = self.bare(part)
                 weights[bare] = weights.get(bare, 0) + weight * coef
             else:
                 weights[part] = weights.get(part, 0) + weight
@@ -167,7 +167,7 @@ class Terms:
         key = (tuple(digits(w) for w in params[0]), digits(const))
         return self.intern("sum", params, ordered, kind, key=key)
 
-    def _bare(self, part: Part) -> tuple[Any, Part]:
+    def bare(self, part: Part) -> tuple[Any, Part]:
         """The coefficient of a product, and the product without it."""
         term, labels = part
         powers, factors = term.params[1], parts_of(term, labels)
