@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -95,8 +95,9 @@ class FusedOp(Op[P, R], jax.custom_vjp[R]):
         call: Callable[..., Any] | None = None,
         variants: Sequence[dict[str, Any]] = ({},),
         last: str | None = None,
-        integers: Sequence[str] = (),
+        dtypes: Mapping[str, Any] = {},
         needs: Sequence[str] = (),
+        why_not: str | None = None,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorator: another way in which people write the op, for ``fuse`` to recognise.
 
@@ -109,8 +110,9 @@ class FusedOp(Op[P, R], jax.custom_vjp[R]):
             call: what to call instead, with the same arguments; the op itself if None.
             variants: values of the other parameters, a spelling for each.
             last: the axis that must be the last one in a program for the op to be worth it.
-            integers: operands that hold integers.
+            dtypes: of operands that do not hold floats.
             needs: operations that a program must have near the result (their names as terms).
+            why_not: for maths like the op's that the op does not do: what ``fuse.report`` says.
         """
 
         def register(write: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,9 +131,10 @@ class FusedOp(Op[P, R], jax.custom_vjp[R]):
                         call or self,
                         holes,
                         fixed,
-                        frozenset(integers),
+                        dtypes,
                         last,
                         frozenset(needs),
+                        why_not,
                     )
                 )
             return write

@@ -32,14 +32,16 @@ def of(op: FusedOp) -> list[Spelling]:
     declared = [s for s in op.spellings if isinstance(s, Spelling)]
     alike = [f for f in op.spellings if not isinstance(f, Spelling)]
     own = [op.body, *alike] if op.matchable else alike
-    return [*declared, *(s for f in own for s in like_the_body(op, f))]
+    last = next((s.last for s in declared if s.last), None)
+    return [*declared, *(s for f in own for s in like_the_body(op, f, last))]
 
 
 @functools.cache
-def like_the_body(op: FusedOp, write: Callable[..., Any]) -> tuple[Spelling, ...]:
+def like_the_body(op: FusedOp, write: Callable[..., Any], last: str | None) -> tuple[Spelling, ...]:
     """A function with the body's signature, for each set of parameters among the examples.
 
-    Floats are left open; they are found in the program.
+    Floats are left open; they are found in the program.  The axis that the declared spellings want
+    last is the one the body works along.
     """
     found: dict[Any, Spelling] = {}
     for example in op.examples():
@@ -57,9 +59,12 @@ def like_the_body(op: FusedOp, write: Callable[..., Any]) -> tuple[Spelling, ...
                 by_name(op, op),
                 holes={n: float for n in params if n not in fixed},
                 fixed=fixed,
-                integers=frozenset(
-                    n for n, x in arrays.items() if not jnp.issubdtype(x.dtype, jnp.floating)
-                ),
+                dtypes={
+                    n: x.dtype
+                    for n, x in arrays.items()
+                    if not jnp.issubdtype(x.dtype, jnp.floating)
+                },
+                last=last,
             )
     return tuple(found.values())
 

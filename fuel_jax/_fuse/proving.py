@@ -99,20 +99,19 @@ def prove(
     """What was found, if writing it again gives the program's term."""
     (state, ps, ns), (lead, made) = way, axes
     spelling = pattern.spelling
-    by_name = {
-        name: made.get(lead(slot), ())
-        for n, (_, slots, _) in operands_of(state).items()
-        for name, slot in zip(without_units(spelling.axes[n]), slots, strict=True)
+    consists = lambda names, slots: {
+        n: made.get(lead(s), ()) for n, s in zip(names, slots, strict=True)
     }
-    by_name |= {n: made.get(lead(s), ()) for n, s in zip(pattern.axes, ps, strict=True)}
     operands = {}
-    for n, (term, _, slots) in operands_of(state).items():
-        dims = tuple(by_name.get(a, ()) for a in spelling.axes[n])
-        operands[n] = term, dims, tuple(map(lead, slots))
+    for n, (term, p_slots, n_slots) in operands_of(state).items():
+        axes_of = consists(without_units(spelling.axes[n]), p_slots)
+        dims = tuple(axes_of.get(a, ()) for a in spelling.axes[n])
+        operands[n] = term, dims, tuple(map(lead, n_slots))
         if not set(operands[n][2]) <= {x for d in dims for x in d}:
             return None
     extents = {lead(s): e for s, e in matcher.extent.items()}
-    out = tuple(by_name[a] for a in pattern.out)
+    axes_of = consists(pattern.axes, ps)
+    out = tuple(axes_of[a] for a in pattern.out)
     again = write(matcher.terms, spelling, operands, params, extents, out)
     if again is None:
         return None

@@ -106,6 +106,10 @@ def best_site(
         pattern = pattern_of(spelling)
         if not promising(pattern.root, made.views[root].term):
             continue
+        if spelling.why_not:
+            if any(matcher.ways(pattern, made.views[root].term)):
+                misses.append(Miss(spelling.name, root.maker.where(), spelling.why_not))  # type: ignore[union-attr]
+            continue
         for found in find(matcher, pattern, made.views[root].term):
             found_site = place(found, root, made.views)
             if isinstance(found_site, str):

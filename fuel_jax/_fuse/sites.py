@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ def place(found: Found, root: Var, views: Mapping[Var, View]) -> Site | str | No
     widths = [
         narrowest(operands[t], root).dtype
         for n, (t, _, _) in found.operands.items()
-        if n not in spelling.integers
+        if n not in spelling.dtypes
     ]
     reasons = (
         read_elsewhere(site, views),
@@ -195,12 +196,12 @@ def assemble(site: Site, views: Mapping[Var, View], *values: Any) -> Any:
     for name, (term, dims, slots) in found.operands.items():
         flat = [a for d in dims for a in d]
         x = spread(fetch(term), slots, flat)
-        if name not in spelling.integers:
+        if name not in spelling.dtypes:
             x = x.astype(common)
         shape: list[int] = []
         for axis, d in zip(spelling.axes[name], dims, strict=True):
             sizes = [found.extents[a] for a in d]
-            shape += sizes if axis.startswith("*") else [functools.reduce(int.__mul__, sizes, 1)]
+            shape += sizes if axis.startswith("*") else [math.prod(sizes)]
         x = jnp.broadcast_to(x, [found.extents[a] for a in flat])
         operands[name] = x.reshape(shape)
     with jax.default_matmul_precision(precision_of(site)):

@@ -19,10 +19,11 @@ class Spelling:
     call: Callable[..., Any]  # same arguments, same result, by the op
     holes: Mapping[str, type] = dataclasses.field(default_factory=dict)  # parameters to be found
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # parameters of this one
-    integers: frozenset[str] = frozenset()  # operands that are not floats
+    dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of operands, if no float
     last: str | None = None  # an axis that is the last one, or the op is not worth it
     needs: frozenset[str] = frozenset()  # operations without which there is no point in looking
+    why_not: str | None = None  # why the op cannot stand here, for the report
 
     def dtype(self, name: str) -> Any:
         """That the spelling is traced with: float widths leave no trace in a term."""
-        return jnp.int32 if name in self.integers else jnp.float32
+        return self.dtypes.get(name, jnp.float32)

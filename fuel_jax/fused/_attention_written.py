@@ -70,12 +70,12 @@ def repeated(
 
 
 def masked(s: Array, k_len: Array | None, causal: bool, window: int | None) -> Array:
-    """−inf where a key is not seen."""
+    """−inf where a key is not seen; the window as programs with as many queries as keys write it."""
     sq, sk = s.shape[-2:]
-    query, key = jnp.arange(sq)[:, None] + (sk - sq), jnp.arange(sk)
+    query, key = jnp.arange(sq)[:, None], jnp.arange(sk)
     seen = []
     if causal:
-        seen.append(key <= query)
+        seen.append(key <= query + (sk - sq))
     if window is not None:
         seen.append(key >= query - window)
     if k_len is not None:
@@ -83,3 +83,19 @@ def masked(s: Array, k_len: Array | None, causal: bool, window: int | None) -> A
     for mask in seen[1:]:
         seen[0] = seen[0] & mask
     return jnp.where(seen[0], s, -jnp.inf) if seen else s
+
+
+MASKED = {"q": "b hk g sq d", "k": "b hk sk d", "v": "b hk sk dv", "mask": "b sq sk"}
+
+
+def with_a_mask(q: Array, k: Array, v: Array, mask: Array, *, softmax_scale: float) -> Array:
+    """A mask that is an array."""
+    s = softmax_scale * jnp.einsum("bhgqd,bhkd->bhgqk", q, k)
+    p = jax.nn.softmax(jnp.where(mask[:, None, None], s, -jnp.inf))
+    return jnp.einsum("bhgqk,bhkd->bhgqd", p, v)
+
+
+def with_a_bias(q: Array, k: Array, v: Array, mask: Array, *, softmax_scale: float) -> Array:
+    """A bias on the scores that is an array."""
+    s = softmax_scale * jnp.einsum("bhgqd,bhkd->bhgqk", q, k) + mask[:, None, None]
+    return jnp.einsum("bhgqk,bhkd->bhgqd", jax.nn.softmax(s), v)

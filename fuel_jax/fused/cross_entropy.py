@@ -226,7 +226,10 @@ def by_rows(logits, targets, *, reduction, ignore_index, return_lse):
 NOTHING = -1
 ROWS_AND_CLASSES = {"logits": "*rows v", "targets": "*rows"}
 written = functools.partial(
-    fused_softmax_cross_entropy.spelling, axes=ROWS_AND_CLASSES, integers=("targets",), last="v"
+    fused_softmax_cross_entropy.spelling,
+    axes=ROWS_AND_CLASSES,
+    dtypes={"targets": jnp.int32},
+    last="v",
 )
 
 
@@ -269,6 +272,12 @@ def picked_from_log_softmax(logits, targets):
     return -picked(jax.nn.log_softmax(logits), targets)
 
 
+@written(call=counted_from_the_end, needs=("pick", "log"))
+def picked_from_logits_less_logsumexp(logits, targets):
+    """The same, with log-probabilities written out."""
+    return -picked(logits - jax.nn.logsumexp(logits, -1, keepdims=True), targets)
+
+
 @written(call=or_nothing, needs=("eq", "log"))
 def one_hot_times_log_softmax(logits, targets):
     """As ``optax.softmax_cross_entropy`` of ``one_hot`` labels."""
@@ -279,7 +288,7 @@ def one_hot_times_log_softmax(logits, targets):
 rows = functools.partial(
     fused_softmax_cross_entropy.spelling,
     axes={"logits": "rows v", "targets": "rows"},
-    integers=("targets",),
+    dtypes={"targets": jnp.int32},
     last="v",
     needs=("pick", "log"),
     call=clipped,

@@ -398,9 +398,12 @@ flash_attn_backward_v.kernel("flash_attn")(by_flash_attn(2))
 # -- as people write it --------------------------------------------------------------------
 
 
-def by_flash(q, k, v, k_len=None, **params):
-    """The textbook's heads, in groups or not, as those of ``flash_attn``."""
+def by_flash(q, k, v, k_len=None, *, window_size_left, **params):
+    """The textbook's heads and window as those of ``flash_attn``."""
     heads = q.reshape(q.shape[0], -1, *q.shape[-2:])
+    if window_size_left is not None:
+        window_size_left += k.shape[2] - q.shape[-2]
+    params["window_size_left"] = window_size_left
     o = flash_attn(heads, k, v, None, k_len, **params)
     return o.reshape(*q.shape[:-1], o.shape[-1])
 
@@ -414,6 +417,14 @@ for fixed in written.variants():
             axes={**axes, **lengths},
             call=by_flash,
             variants=[fixed],
-            integers=("k_len",),
+            dtypes={"k_len": jnp.int32},
             needs=(*needs, *(("merge",) if write is written.repeated else ())),
         )(write)
+
+for write, what in ((written.with_a_mask, "mask"), (written.with_a_bias, "bias")):
+    flash_attn.spelling(
+        axes=written.MASKED,
+        dtypes={"mask": jnp.bool_} if what == "mask" else {},
+        needs=written.NEEDS,
+        why_not=f"the {what} is an array; the op takes causal masks, windows and lengths (k_len)",
+    )(write)
