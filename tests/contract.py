@@ -25,6 +25,16 @@ CASES = [
 ]
 
 
+FULL = {"xla_backend_optimization_level": 3}
+if jax.__version__.startswith("0.10."):
+    FULL["xla_cpu_use_fusion_emitters"] = True
+
+
+def compiled(f):
+    """``jit``, optimised as users have it; the rest of the suite is not (``conftest.py``)."""
+    return jax.jit(f, compiler_options=FULL)
+
+
 def is_twin(op):
     """In-place rows share the body of a functional op, which has met the whole contract."""
     return any(other.body is op.body for other in OPS if other is not op)

@@ -21,6 +21,7 @@ from .contract import (
     THOROUGH,
     TWINS,
     close,
+    compiled,
     differentiable,
     dtypes_of,
     every_output,
@@ -74,7 +75,7 @@ class TestValues:
         want = reference(op, f)(*to64(arrays))
         promised = jax.tree.leaves(op.out(*arrays, **f.keywords))
         for pin in pins(op, f, arrays):
-            got = jax.tree.leaves(pin(*arrays))
+            got = jax.tree.leaves(compiled(pin)(*arrays))
             assert [(y.shape, y.dtype) for y in got] == [(y.shape, y.dtype) for y in promised]
             close(got, want, op.precision.tolerance)
 
@@ -91,7 +92,7 @@ class TestValues:
         at = floats(op, arrays)
         want = reference(op, f, at)(*to64(arrays))
         for pin in pins(op, f, arrays):
-            got = jax.jit(jax.grad(weighted(pin), at))(*arrays)
+            got = compiled(jax.grad(weighted(pin), at))(*arrays)
             assert [g.dtype for g in got] == [arrays[i].dtype for i in at]
             # What a backward reads of the forward's result was rounded too; gradients may cancel.
             close(got, want, lambda dtype: 8 * op.precision.tolerance(dtype), at_least=1)

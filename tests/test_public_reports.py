@@ -16,6 +16,8 @@ from jax.experimental import checkify
 
 import fuel_jax as F
 
+from .contract import compiled
+
 INF, NAN = np.inf, np.nan
 FLOATS = ("float32", "float64", "bfloat16", "float16")
 INTS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
@@ -126,7 +128,7 @@ class TestReductions:
         }
         step = max(1, len(subsets) // 12)
         some = [*subsets[::step], tuple(range(rank))]
-        every = jax.jit(lambda x: [op(x, dims=dims) for op in ops for dims in some])
+        every = compiled(lambda x: [op(x, dims=dims) for op in ops for dims in some])
         want = [oracle(f64(x), axis=dims) for oracle in ops.values() for dims in some]
         for got, wanted in zip(every(x), want, strict=True):
             np.testing.assert_allclose(got, wanted, rtol=1e-14, atol=1e-14)
@@ -332,12 +334,12 @@ class TestSoftmaxAndLoss:
         """bug060, jax#37234: x·c − max became one operation, NaN for large finite scores."""
         x = draw((4, 64)) * np.float32(size)
         f = lambda x: F.softmax_last_dim(x * np.float32(c))
-        np.testing.assert_allclose(f64(jax.jit(f)(x)).sum(-1), 1, rtol=1e-5)
-        np.testing.assert_allclose(jax.jit(f)(x), f(x), atol=1e-6)
-        assert jnp.isfinite(jax.jit(lambda x: F.log_softmax_last_dim(x * np.float32(c)))(x)).all()
+        np.testing.assert_allclose(f64(compiled(f)(x)).sum(-1), 1, rtol=1e-5)
+        np.testing.assert_allclose(compiled(f)(x), f(x), atol=1e-6)
+        assert jnp.isfinite(compiled(lambda x: F.log_softmax_last_dim(x * np.float32(c)))(x)).all()
         q = (draw((1, 1, 4, 8)) * np.float32(size**0.5)).astype("float32")
         v = jnp.ones((1, 1, 4, 8), "float32")
-        y = jax.jit(lambda q: F.flash_attn(q, q, v, softmax_scale=c))(q)
+        y = compiled(lambda q: F.flash_attn(q, q, v, softmax_scale=c))(q)
         np.testing.assert_allclose(y, np.ones((1, 1, 4, 8)), rtol=1e-5)
 
     def test_a_gradient_summed_over_many_f16_elements(self, draw):

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._fused import FusedOp
 from ..types import Array
 
 GROUPED = {"q": "b hk g sq d", "k": "b hk sk d", "v": "b hk sk dv"}
@@ -70,7 +71,7 @@ def repeated(
 
 
 def masked(s: Array, k_len: Array | None, causal: bool, window: int | None) -> Array:
-    """−inf where a key is not seen; the window as programs with as many queries as keys write it."""
+    """−inf where a key is not seen; windows as programs with as many queries as keys write them."""
     sq, sk = s.shape[-2:]
     query, key = jnp.arange(sq)[:, None], jnp.arange(sk)
     seen = []
@@ -99,3 +100,32 @@ def with_a_bias(q: Array, k: Array, v: Array, mask: Array, *, softmax_scale: flo
     """A bias on the scores that is an array."""
     s = softmax_scale * jnp.einsum("bhgqd,bhkd->bhgqk", q, k) + mask[:, None, None]
     return jnp.einsum("bhgqk,bhkd->bhgqd", jax.nn.softmax(s), v)
+
+
+# -- telling fuse --------------------------------------------------------------------------
+
+
+def register(flash_attn: FusedOp) -> None:
+    """Declare all of these as spellings of the op."""
+
+    def by_flash(q, k, v, k_len=None, *, window_size_left, **params):
+        """The textbook's heads and window as the op's."""
+        heads = q.reshape(q.shape[0], -1, *q.shape[-2:])
+        if window_size_left is not None:
+            window_size_left += k.shape[2] - q.shape[-2]
+        params["window_size_left"] = window_size_left
+        o = flash_attn(heads, k, v, None, k_len, **params)
+        return o.reshape(*q.shape[:-1], o.shape[-1])
+
+    for fixed in variants():
+        lengths = {} if "k_len" in fixed else {"k_len": "b"}
+        needs = NEEDS if "softcap" in fixed else (*NEEDS, "tanh")
+        needs = (*needs, "select") if lengths or fixed["causal"] else needs
+        options = {"call": by_flash, "variants": [fixed], "dtypes": {"k_len": jnp.int32}}
+        flash_attn.spelling(axes=GROUPED | lengths, needs=needs, **options)(textbook)
+        flash_attn.spelling(axes=REPEATED | lengths, needs=(*needs, "merge"), **options)(repeated)
+    why_not = "the {} is an array; the op takes causal masks, windows and lengths (k_len)"
+    near = {"axes": MASKED, "needs": NEEDS}
+    flash_attn.spelling(**near, why_not=why_not.format("bias"))(with_a_bias)
+    near["dtypes"] = {"mask": jnp.bool_}
+    flash_attn.spelling(**near, why_not=why_not.format("mask"))(with_a_mask)

@@ -395,36 +395,4 @@ flash_attn_backward_q.kernel("flash_attn")(by_flash_attn(0))
 flash_attn_backward_k.kernel("flash_attn")(by_flash_attn(1))
 flash_attn_backward_v.kernel("flash_attn")(by_flash_attn(2))
 
-# -- as people write it --------------------------------------------------------------------
-
-
-def by_flash(q, k, v, k_len=None, *, window_size_left, **params):
-    """The textbook's heads and window as those of ``flash_attn``."""
-    heads = q.reshape(q.shape[0], -1, *q.shape[-2:])
-    if window_size_left is not None:
-        window_size_left += k.shape[2] - q.shape[-2]
-    params["window_size_left"] = window_size_left
-    o = flash_attn(heads, k, v, None, k_len, **params)
-    return o.reshape(*q.shape[:-1], o.shape[-1])
-
-
-for fixed in written.variants():
-    lengths = {} if "k_len" in fixed else {"k_len": "b"}
-    needs = (*written.NEEDS, *(() if "softcap" in fixed else ("tanh",)))
-    needs += ("select",) if lengths or fixed["causal"] else ()
-    for axes, write in ((written.GROUPED, written.textbook), (written.REPEATED, written.repeated)):
-        flash_attn.spelling(
-            axes={**axes, **lengths},
-            call=by_flash,
-            variants=[fixed],
-            dtypes={"k_len": jnp.int32},
-            needs=(*needs, *(("merge",) if write is written.repeated else ())),
-        )(write)
-
-for write, what in ((written.with_a_mask, "mask"), (written.with_a_bias, "bias")):
-    flash_attn.spelling(
-        axes=written.MASKED,
-        dtypes={"mask": jnp.bool_} if what == "mask" else {},
-        needs=written.NEEDS,
-        why_not=f"the {what} is an array; the op takes causal masks, windows and lengths (k_len)",
-    )(write)
+written.register(flash_attn)

@@ -13,6 +13,7 @@ from fuel_jax.fused.cross_entropy import (
     fused_softmax_cross_entropy_backward,
 )
 
+from ..contract import compiled
 from ..refused import refused
 
 NAN, INF = math.nan, math.inf
@@ -134,7 +135,7 @@ def test_a_common_offset_costs_no_digits(pin, draw):
     """ln Σ exp is rounded by 4e-3 here; the loss and the gradient are not."""
     x, t = jnp.round(draw((4, 9)) * 64) / 64, np.array([0, 3, 8, 1])
     f = lambda x: cross_entropy.using(pin)(x, t)
-    loss, slope = jax.jit(jax.value_and_grad(f))(x + 2.0**16)
+    loss, slope = compiled(jax.value_and_grad(f))(x + 2.0**16)
     want, gradient = oracle(x, t)
     np.testing.assert_allclose(loss, want, rtol=3e-6)
     np.testing.assert_allclose(slope, gradient, atol=3e-6 * abs(gradient).max())
@@ -145,7 +146,7 @@ def test_large_products_survive_the_compiler(pin, draw):
     """XLA contracts x·c − max into one rounding, which is off by hundreds at 1e10."""
     x, t = draw((4, 64)) * 1e10, jnp.arange(4)
     f = lambda x: cross_entropy.using(pin)(x * 0.3, t, reduction="none")
-    loss, pull = jax.jit(lambda x: jax.vjp(f, x))(x)
+    loss, pull = compiled(lambda x: jax.vjp(f, x))(x)
     z = np.asarray(x * 0.3, np.float64)
     np.testing.assert_allclose(loss, z.max(-1) - z[range(4), range(4)], rtol=1e-6)
     slope = np.asarray(pull(jnp.ones(4, "float32"))[0], np.float64)
@@ -162,7 +163,7 @@ def test_rows_at_a_time_are_all_rows(rows, dtype, draw):
         np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 
 
-def compiled(f, shape, dtype="float32"):
+def compiled_at(f, shape, dtype="float32"):
     x, t = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:-1], "int32")
     return jax.jit(f).lower(x, t).compile()
 
@@ -170,7 +171,7 @@ def compiled(f, shape, dtype="float32"):
 @pytest.mark.parametrize("shape", [(4096, 50257), (4096, 2048), (65536, 128)])
 @pytest.mark.parametrize("f", [cross_entropy, jax.grad(cross_entropy)], ids=["value", "gradient"])
 def test_no_second_array_of_the_logits_size(f, shape):
-    memory = compiled(f, shape).memory_analysis()
+    memory = compiled_at(f, shape).memory_analysis()
     assert memory.temp_size_in_bytes < 4 * math.prod(shape) / 8
 
 

@@ -18,7 +18,7 @@ from fuel_jax import (
 from fuel_jax.fused import _attention_chunked as chunked
 from fuel_jax.fused._attention import Rules
 
-from ..contract import close
+from ..contract import close, compiled
 from ..refused import refused
 
 KERNELS = ["xla", "chunked"]
@@ -197,7 +197,7 @@ def leaks(name, qkv, poisoned, at, **options):
         return jnp.sum(jnp.sin(jax.grad(loss)(q, k, v)))
 
     for f in (jax.value_and_grad(loss, (0, 1, 2)), jax.grad(twice, (0, 1, 2))):
-        got, want = jax.jit(f)(*poisoned), jax.jit(f)(*qkv)
+        got, want = compiled(f)(*poisoned), compiled(f)(*qkv)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
 
 
@@ -214,7 +214,7 @@ def test_what_a_row_does_not_see_cannot_reach_it(name, qkv):
     """Row i sees keys up to i + 2: what is wrong with key 5 concerns rows 3 and 4 alone."""
     q, k, v = qkv
     poisoned = q, k, v.at[:, :, 5, 1].set(jnp.nan).at[:, :, 6, 2].set(jnp.inf)
-    f = jax.jit(functools.partial(flash_attn.using(name), causal=True))
+    f = compiled(functools.partial(flash_attn.using(name), causal=True))
     got, want = f(*poisoned), np.array(f(*qkv))
     want[:, :, 3:, 1], want[:, :, 4:, 2] = np.nan, np.inf
     np.testing.assert_allclose(got, want, rtol=1e-6)
@@ -264,8 +264,8 @@ def test_huge_finite_scores_stay_finite(options, name, qkv):
         for scale in (0.3, 1 / 3, -123.4):
             f = functools.partial(flash_attn.using(name), softmax_scale=scale, **options)
             loss = lambda q, k, v, f=f, size=size: jnp.sum(f(q * size, k * size, v))
-            o = jax.jit(lambda q, k, v, f=f, size=size: f(q * size, k * size, v))(*qkv)
-            chex.assert_tree_all_finite((o, jax.jit(jax.grad(loss, (0, 1, 2)))(*qkv)))
+            o = compiled(lambda q, k, v, f=f, size=size: f(q * size, k * size, v))(*qkv)
+            chex.assert_tree_all_finite((o, compiled(jax.grad(loss, (0, 1, 2)))(*qkv)))
             bound = jnp.abs(qkv[2]).max((2, 3))[:, [0, 0, 1, 1], None, None]
             assert (jnp.abs(o) <= bound * 1.0001).all()  # an average of values
 
