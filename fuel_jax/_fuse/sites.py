@@ -52,6 +52,11 @@ def place(found: Found, root: Var, views: Mapping[Var, View]) -> Site | str | No
     covers, operands = covered(root, stops, views)
     if any(t not in operands and t.op != "number" for t in stops):
         return None  # a value that no variable holds
+    if any(
+        spelling.axes[n] and n not in spelling.dtypes and t in operands and not operands[t].shape
+        for n, (t, _, _) in found.operands.items()
+    ):
+        return None  # a scalar is no vector of one: a · b + c is not a linear layer
     site = Site(found, root, frozenset(covers), operands)
     widths = [
         narrowest(operands[t], root).dtype
