@@ -164,11 +164,57 @@ def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (1,) * len(shape)
     for d, (start, limit, stride) in enumerate(zip(starts, limits, strides, strict=True)):
-        if d in part[1] and (start, limit, stride) != (0, view.shape[d], 1):
-            if shape[d] == 1:
-                return None
+        if d not in part[1] or (start, limit, stride) == (0, view.shape[d], 1):
+            continue
+        if shape[d] == 1:
+            part = element(reader.terms, part, d, start)
+        elif stride == 1:
+            part = stretch(reader.terms, part, d, start, limit)
+        else:
             part = along(reader.terms, "slice", (start, limit, stride), part, d, shape[d])
     return reader.seen(part, shape)
+
+
+def element(terms: Terms, part: Part, label: Label, at: int) -> Part:
+    """One place along an axis."""
+    return terms.intern("at", at, [part], part[0].kind, bound=[label])
+
+
+def stretch(terms: Terms, part: Part, label: Label, start: int, limit: int) -> Part:
+    """A run along an axis; of a padded value, the value padded less."""
+    if inner := moved(part, label, "pad"):
+        term, (low, high, _, value) = inner, part[0].params
+        length = part[0].shape[part[1].index(label)]
+        return padded(terms, term, label, low - start, high - (length - limit), value)
+    return along(terms, "slice", (start, limit, 1), part, label, limit - start)
+
+
+def padded(terms: Terms, part: Part, label: Label, low: int, high: int, value: Any) -> Part:
+    """With so many more elements on either side of an axis; less, where it is negative."""
+    length = part[0].shape[part[1].index(label)]
+    if inner := moved(part, label, "slice"):
+        start, limit, stride = part[0].params
+        whole = inner[0].shape[inner[1].index(label)]
+        ends = (start == 0 or low <= 0) and (limit == whole or high <= 0)
+        if stride == 1 and ends:  # what was cut off does not come back as padding
+            return padded(terms, inner, label, low - start, high - (whole - limit), value)
+    if low == high == 0:
+        return part
+    if low <= 0 and high <= 0:
+        return along(terms, "slice", (-low, length + high, 1), part, label, length + low + high)
+    return along(terms, "pad", (low, high, 0, value), part, label, length + low + high)
+
+
+def moved(part: Part, label: Label, name: str) -> Part | None:
+    """What was sliced or padded along this axis, and along no other."""
+    term, labels = part
+    if term.op != name or labels[-1] != label:
+        return None
+    if name == "pad" and term.params[2] != 0:
+        return None
+    inner, at = term.args[0]
+    names = [*labels[:-1], None, label]
+    return inner, tuple(names[i] for i in at)
 
 
 @rule("split")
@@ -177,10 +223,11 @@ def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
     start = 0
     for out, size in zip(eqn.outputs, map(int, eqn.params["sizes"]), strict=True):
         part: Part = view.at(range(len(view.shape)))
-        if size == 1:
-            return None
         if d in part[1] and size != view.shape[d]:
-            part = along(reader.terms, "slice", (start, start + size, 1), part, d, size)
+            run = element(reader.terms, part, d, start)
+            if size != 1:
+                run = stretch(reader.terms, part, d, start, start + size)
+            part = run
         views.append(reader.seen(part, out.shape))
         start += size
     return views
@@ -194,10 +241,14 @@ def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
         return None
     for d, (low, high, inner) in enumerate(eqn.params["padding_config"]):
         if (low, high, inner) != (0, 0, 0):
-            if d not in part[1]:
+            if d not in part[1] or shape[d] == 1:
                 return None
-            params = low, high, inner, digits(value.term.params)
-            part = along(reader.terms, "pad", params, part, d, shape[d])
+            number = digits(value.term.params)
+            if inner:
+                params = low, high, inner, number
+                part = along(reader.terms, "pad", params, part, d, shape[d])
+            else:
+                part = padded(reader.terms, part, d, low, high, number)
     return reader.seen(part, shape)
 
 
@@ -230,6 +281,12 @@ def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
     if all(v.shape[d] == 1 for v in given):
         part = reader.terms.intern("columns", (), parts, kind, new=[(d, shape[d])])
         return reader.seen(part, shape)
+    numbers = [t.params for t, _ in parts if t.op == "number"]
+    others = [i for i, (t, _) in enumerate(parts) if t.op != "number"]
+    if len(others) == 1 and len({*map(digits, numbers)}) == 1 and d in parts[others[0]][1]:
+        (i,) = others
+        low, high = (sum(v.shape[d] for v in vs) for vs in (given[:i], given[i + 1 :]))
+        return reader.seen(padded(reader.terms, parts[i], d, low, high, digits(numbers[0])), shape)
     if any(d not in labels for _, labels in parts):
         return None
     part = reader.terms.intern(
@@ -352,7 +409,7 @@ def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
             return None
         term, labels = x.at(range(rank))
         if d in labels:
-            term, labels = reader.terms.intern("at", at, [(term, labels)], term.kind, bound=[d])
+            term, labels = element(reader.terms, (term, labels), d, at)
         place = kept(rank, [d])
         return reader.seen((term, tuple(place[i] for i in labels)), shape)
     if dims.offset_dims or any(n != 1 for n in eqn.params["slice_sizes"]):
@@ -383,3 +440,32 @@ def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
     return reader.seen(
         reader.terms.intern("pick", kind, [part, chosen[0]], x.term.kind, bound=bound), shape
     )
+
+
+TAPS = 8  # of a depthwise convolution that is read as a sum
+
+
+@rule("conv_general_dilated")
+def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
+    """A depthwise one along a sequence: Σⱼ wⱼ · x, moved by j."""
+    (x, w), (shape, kind), params = given, of(eqn), eqn.params
+    if len(x.shape) != 3 or kind != "f" or params["batch_group_count"] != 1:
+        return None
+    lhs, rhs, out = params["dimension_numbers"]
+    channels, taps = x.shape[lhs[1]], w.shape[rhs[2]]
+    plain = all(params[n] == (1,) for n in ("window_strides", "lhs_dilation", "rhs_dilation"))
+    alone = params["feature_group_count"] == channels == w.shape[rhs[0]]
+    if not plain or not alone or not 1 < taps <= TAPS or 1 in (x.shape[lhs[2]], shape[out[2]]):
+        return None
+    place = dict(zip(lhs, out, strict=True))
+    moved_x = x.at([place[d] for d in range(3)])
+    of_w = w.at([{rhs[0]: out[1], rhs[1]: "in", rhs[2]: "tap"}[d] for d in range(3)])
+    if out[2] not in moved_x[1] or "tap" not in of_w[1]:
+        return None
+    ((low, high),) = params["padding"]
+    addends = []
+    for j in range(taps):
+        run = padded(reader.terms, moved_x, out[2], low - j, high - (taps - 1 - j), 0.0)
+        tap = element(reader.terms, of_w, "tap", j)
+        addends.append((reader.terms.product([(tap, 1), (run, 1)], 1, kind), 1))
+    return reader.seen(reader.terms.sum(addends, 0, kind), shape)

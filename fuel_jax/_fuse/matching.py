@@ -148,6 +148,8 @@ class Matcher:
             return
         if p.op != n.op or len(p.args) != len(n.args):
             return
+        if p.op == "at" and p.params != n.params:
+            return
         state = self.bind(state, p, ps, n, ns)
         orders = itertools.permutations(n.args) if p.op in UNORDERED else [n.args]
         for order in orders:

@@ -116,7 +116,8 @@ def best_site(
                 misses.append(Miss(spelling.name, root.maker.where(), found_site))  # type: ignore[union-attr]
             elif found_site and (best is None or len(found_site.covers) > len(best.covers)):
                 best = found_site
-            break
+            if found_site is not None:  # of the same values in other roles, all may be at hand
+                break
     return best, misses
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -96,17 +96,29 @@ def covered(
         elif v.maker is not None and v.maker not in covers:
             covers[v.maker] = None
             stack += v.maker.inputs
+    for term, v in operands.items():
+        if from_inside(v, covers):  # as a padded value, cut to what it was
+            alike = (u for u, view in views.items() if view.term is term and u.dtype == v.dtype)
+            operands[term] = next(alike)
     return list(covers), operands
+
+
+def from_inside(v: Var, covers: Container[Equation]) -> bool:
+    """Whether a variable is made of what an op covers."""
+    inputs = v.maker.inputs if v.maker is not None else ()
+    return any(isinstance(u, Var) and u.maker in covers for u in inputs)
 
 
 def read_elsewhere(site: Site, views: Mapping[Var, View]) -> str | None:
     """Of a float inside: it would be computed twice.  Masks and positions cost nothing."""
+    values = {*site.operands, *(t for (t, _), _ in site.found.rest)}
+    bring_back = lambda e: all(views[v].term in values for v in e.outputs)
     for eqn in site.covers:
         for v in eqn.outputs:
             free = views[v].term.constant or not jnp.issubdtype(v.dtype, jnp.floating)
             if v is site.root or free:
                 continue
-            others = [e for e in v.readers if e not in site.covers]
+            others = [e for e in v.readers if e not in site.covers and not bring_back(e)]
             if others:
                 return f"`{eqn.name}` ({eqn.where()}) is also read at {others[0].where()}"
             if v.returned:

@@ -1,5 +1,7 @@
 """Depthwise convolution along a sequence, as Mamba's short one."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -86,3 +88,39 @@ def causal_conv1d(
             precision=product_precision(),
         )
     return (y * lax.logistic(y) if use_silu else y).astype(x.dtype)
+
+
+# -- as people write it --------------------------------------------------------------------
+#
+# ``fuse`` reads a depthwise ``lax.conv_general_dilated`` as the sum of its taps, so these stand for
+# convolutions in any layout too.
+
+
+def padded_on_the_left(x, weight, bias=None, *, taps, use_silu, cut):
+    """The op, on a sequence that begins with zeros."""
+    x = jnp.pad(x, ((0, 0), (0, 0), (taps - 1, 0)))
+    bias = jnp.zeros(x.shape[1], x.dtype) if bias is None else bias
+    return causal_conv1d(x, weight[:, None, :taps], bias, use_silu=use_silu)
+
+
+def shift_and_add(x, weight, bias=None, *, taps, use_silu, cut):
+    """Every tap times the sequence moved to the right; ``weight`` is ``[c, taps]``.
+
+    Padded on both sides and then cut, as in PyTorch, or on the left only.
+    """
+    steps = x.shape[-1]
+    length = steps + taps - 1 if cut else steps
+    x = jnp.pad(x, ((0, 0), (0, 0), (taps - 1, length - steps)))
+    y = sum(weight[:, j, None] * x[:, :, j : j + length] for j in range(taps))
+    y = y if bias is None else y + bias[:, None]
+    y = y[:, :, :steps]
+    return jax.nn.silu(y) if use_silu else y
+
+
+for bias, silu, cut in itertools.product(({"bias": "c"}, {}), (True, False), (True, False)):
+    causal_conv1d.spelling(
+        axes={"x": "b c l", "weight": "c k", **bias},
+        call=padded_on_the_left,
+        variants=[{"taps": k, "use_silu": silu, "cut": cut} for k in (2, 3, 4)],
+        needs=("pad", "at", *(("logistic",) if silu else ()), *(("slice",) if cut else ())),
+    )(shift_and_add)
