@@ -65,6 +65,7 @@ def plan(closed: Any, spellings: Sequence[Spelling]) -> Plan:
     made = Plan(program, reader.views, {}, {}, [])
     matcher, taken = Matcher(terms), set()
     missed: list[tuple[Miss, Equation]] = []
+    tried: dict[Any, str | None] = {}
     for eqn in reversed(program.equations):
         plans = {at: plan(body, spellings) for at, body in inner_bodies(eqn)}
         plans = {at: p for at, p in plans.items() if p.sites or p.inner or p.misses}
@@ -72,7 +73,7 @@ def plan(closed: Any, spellings: Sequence[Spelling]) -> Plan:
             made.inner[eqn] = plans
         if eqn in taken or len(eqn.outputs) != 1 or eqn.effects:
             continue
-        site, misses = best_site(matcher, eqn.outputs[0], made, spellings)
+        site, misses = best_site(matcher, eqn.outputs[0], made, spellings, tried)
         missed += [(m, eqn) for m in misses]
         if site is not None:
             made.sites[site.root] = site
@@ -95,7 +96,11 @@ def inner_bodies(eqn: Equation) -> Iterator[tuple[tuple[str, int | None], Any]]:
 
 
 def best_site(
-    matcher: Matcher, root: Var, made: Plan, spellings: Sequence[Spelling]
+    matcher: Matcher,
+    root: Var,
+    made: Plan,
+    spellings: Sequence[Spelling],
+    tried: dict[Any, str | None],
 ) -> tuple[Site | None, list[Miss]]:
     """The op that replaces most, among those whose result is the variable; and near misses."""
     best: Site | None = None
@@ -111,7 +116,7 @@ def best_site(
                 misses.append(Miss(spelling.name, root.maker.where(), spelling.why_not))  # type: ignore[union-attr]
             continue
         for found in find(matcher, pattern, made.views[root].term):
-            found_site = place(found, root, made.views)
+            found_site = place(found, root, made.views, tried)
             if isinstance(found_site, str):
                 misses.append(Miss(spelling.name, root.maker.where(), found_site))  # type: ignore[union-attr]
             elif found_site and (best is None or len(found_site.covers) > len(best.covers)):

@@ -45,8 +45,13 @@ class Site:
         return self.root.maker.where()
 
 
-def place(found: Found, root: Var, views: Mapping[Var, View]) -> Site | str | None:
-    """The site of what was found, or why the op cannot stand there."""
+def place(
+    found: Found, root: Var, views: Mapping[Var, View], tried: dict[Any, str | None]
+) -> Site | str | None:
+    """The site of what was found, or why the op cannot stand there.
+
+    ``tried`` is filled with what the op said to calls of each kind: layers are alike.
+    """
     spelling = found.pattern.spelling
     stops = {t for t, _, _ in found.operands.values()} | {t for (t, _), _ in found.rest}
     covers, operands = covered(root, stops, views)
@@ -72,12 +77,43 @@ def place(found: Found, root: Var, views: Mapping[Var, View]) -> Site | str | No
     )
     if reason := next(filter(None, reasons), None):
         return reason
+    kind = kind_of_call(site, views)
+    if kind not in tried:
+        tried[kind] = refusal(site, views)
+    return tried[kind] or site
+
+
+def refusal(site: Site, views: Mapping[Var, View]) -> str | None:
+    """What the op says against these operands."""
+    root = site.root
     try:
         y = jax.eval_shape(functools.partial(assemble, site, views), *avals(site))
     except FuelError as error:
         return str(error)
     assert (y.shape, y.dtype) == (root.shape, root.dtype), (y, root.aval)
-    return site
+    return None
+
+
+def kind_of_call(site: Site, views: Mapping[Var, View]) -> Any:
+    """Everything that :func:`assemble` looks at, with terms and axes numbered as they come."""
+    found, root, axes = site.found, site.root, {}
+    number = {t: i for i, t in enumerate(site.operands)}
+    of_term = lambda t: number.get(t, repr(t.params))
+    of_axes = lambda slots: tuple(axes.setdefault(a, len(axes)) for a in slots)
+    arrays = [narrowest(v, root) for v in site.operands.values()]
+    return (
+        site.spelling,
+        repr(sorted(site.params.items())),
+        tuple(
+            (name, of_term(t), tuple(map(of_axes, dims)), of_axes(slots))
+            for name, (t, dims, slots) in found.operands.items()
+        ),
+        tuple((of_term(t), of_axes(slots), repr(n)) for (t, slots), n in found.rest),
+        (tuple(map(of_axes, found.out)), of_axes(found.root_axes), found.scale, found.offset),
+        tuple((v.shape, v.dtype, views[v].axes) for v in (*arrays, root)),
+        tuple(found.extents[a] for a in axes),
+        precision_of(site),
+    )
 
 
 def covered(
