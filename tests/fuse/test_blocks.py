@@ -1,5 +1,7 @@
 """Blocks of well-known models, as people write them: what ``fuse`` finds, and what comes out."""
 
+import time
+
 import jax
 import pytest
 
@@ -15,6 +17,7 @@ from . import (  # noqa: F401  they enter their blocks
     blocks_vit,
 )
 from .blocks import BLOCKS, SHORT
+from .blocks_llama import deep
 from .compared import assert_agree, found
 
 SEEN = {}
@@ -43,6 +46,24 @@ def test_values_and_gradients_agree(name):
     block = BY_NAME[name]
     if block.sites:  # without, the program is run as it is
         assert_agree(*block.build())
+
+
+def test_time_for_48_layers():
+    """2 s beyond tracing, on a core of its own; tests share theirs, so twice that."""
+
+    def seconds(f):
+        start = time.process_time()
+        f()
+        return time.process_time() - start
+
+    model, args = deep(2)
+    fuel_jax.fuse.report(model)(*args)  # traces the spellings, once for all programs
+    model, args = deep(48)
+    plain = seconds(lambda: jax.make_jaxpr(lambda *a: model(*a))(*args))
+    reports = []
+    fused = seconds(lambda: reports.append(fuel_jax.fuse.report(model)(*args)))
+    assert len(reports[0].replaced) == 48 * 5 + 1
+    assert fused - plain < 4
 
 
 def test_table(capsys):
