@@ -374,10 +374,18 @@ def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
     coef, parts = 1, []
     for view, names in zip(given, labels, strict=True):
         term, at = view.at(names)
+        if not extents:  # a product of elements, as any other
+            found, c = reader.factors(view, 1, len(names))
+            place = lambda part, names=names: (part[0], tuple(names[d] for d in part[1]))
+            parts += [(place(part), power) for part, power in found]
+            coef = coef * c
+            continue
         if term.op == "product" and term.params[0] != 1 and not view.shared:
             c, (term, at) = reader.terms.bare((term, at))
             coef = coef * c
         parts.append((term, at))
+    if not extents:
+        return reader.seen(reader.terms.product(parts, coef, kind), shape)
     # A factor that is itself a product stays one operand of this one.
     if parts[0] == parts[1]:
         product = reader.terms.product([(parts[0], 2)], 1, kind)
@@ -385,8 +393,7 @@ def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
         product = reader.terms.intern("product", (1, (1, 1)), sorted(parts, key=order), kind)
     if any(x not in product[1] for x in extents):
         return None
-    if extents:
-        product = reader.terms.intern("total", (), [product], kind, bound=extents)
+    product = reader.terms.intern("total", (), [product], kind, bound=extents)
     return reader.seen(reader.terms.product([(product, 1)], coef, kind), shape)
 
 

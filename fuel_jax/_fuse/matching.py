@@ -216,6 +216,10 @@ class Matcher:
             state = state.plus(equations=(equation,))
         if n.op == p.op:
             state = self.bind(state, p, ps, n, ns)
+        states = [state]
+        if p.op == "product" and whole and not holes and 0 != n_const != const and p.kind == "f":
+            factors = [t for (t, _), power in wanted if t.op == "input" and power == 1]
+            states += [state.plus(scales=((t, n_const / const),)) for t in factors]
 
         def walk(i: int, free: list[int], state: State) -> Iterator[tuple[State, list[int]]]:
             if i == len(wanted):
@@ -233,7 +237,8 @@ class Matcher:
                 for other in found:
                     yield from walk(i + 1, [k for k in free if k != j], other)
 
-        yield from walk(0, list(range(len(n_numbers))), state)
+        for state in states:
+            yield from walk(0, list(range(len(n_numbers))), state)
 
     def scaled(
         self, p: Term, weight: Any, ps: Slots, n: Term, n_weight: Any, ns: Slots, state: State

@@ -39,8 +39,14 @@ def find(matcher: Matcher, pattern: Pattern, root: Term) -> Iterator[Found]:
         if params is None or not operands_of(way.state).keys() >= set(pattern.spelling.axes):
             continue
         params = {n: holes[n](x) for n, x in params.items()}
+        # In the program a sum or product may be one value, which others read too.
+        may_open = any(t.op in ("sum", "product") for t, _, _ in operands_of(way.state).values())
         for axes in assignments(way.state, way.slots):
-            if proved := prove(matcher, pattern, root, way, params, axes):
+            tries = (
+                prove(matcher, pattern, root, way, params, axes, whole=whole)
+                for whole in ((False, True) if may_open else (False,))
+            )
+            if proved := next(filter(None, tries), None):
                 yield proved
                 break
 
@@ -94,7 +100,14 @@ def assignments(state: State, ns: Slots) -> Iterator[Any]:
 
 
 def prove(
-    matcher: Matcher, pattern: Pattern, root: Term, way: Way, params: dict[str, Any], axes: Any
+    matcher: Matcher,
+    pattern: Pattern,
+    root: Term,
+    way: Way,
+    params: dict[str, Any],
+    axes: Any,
+    *,
+    whole: bool,
 ) -> Found | None:
     """What was found, if writing it again gives the program's term."""
     (state, ps, ns), (lead, made) = way, axes
@@ -112,7 +125,7 @@ def prove(
     extents = {lead(s): e for s, e in matcher.extent.items()}
     axes_of = consists(pattern.axes, ps)
     out = tuple(axes_of[a] for a in pattern.out)
-    again = write(matcher.terms, spelling, operands, params, extents, out)
+    again = write(matcher.terms, spelling, operands, params, extents, out, whole=whole)
     if again is None:
         return None
     term, labels = again
@@ -148,6 +161,8 @@ def write(
     params: dict[str, float],
     extents: dict[int, int],
     out: tuple[tuple[int, ...], ...],
+    *,
+    whole: bool,
 ) -> Part | None:
     """The spelling on these operands, its axes labelled with the program's.
 
@@ -184,7 +199,7 @@ def write(
     )
     if program is None:
         return None
-    (view,) = Reader(terms).read(program, [views[n] for n in names])
+    (view,) = Reader(terms).read(program, [views[n] for n in names], whole=whole)
     flat: list[int | None] = list(extra)
     for name, axis in zip(pattern_of(spelling).out, out, strict=True):
         flat += axis if name in many else [axis[-1] if axis else None]

@@ -37,12 +37,14 @@ def kind_of(dtype: Any) -> str:
 class Reader:
     """Gives every variable of a program its view."""
 
-    def __init__(self, terms: Terms) -> None:
-        self.terms, self.views = terms, {}
+    def __init__(self, terms: Terms, depth: int = 0) -> None:
+        self.terms, self.depth = terms, depth  # in how many loops
         self.views: dict[Var, View] = {}
+        self.whole: set[Var] = set()
 
-    def read(self, program: Program, inputs: Sequence[View]) -> list[View]:
-        """The views of the outputs, given those of the inputs."""
+    def read(self, program: Program, inputs: Sequence[View], *, whole: bool = False) -> list[View]:
+        """The views of the outputs, given those of the inputs; ``whole`` ones are not opened up."""
+        self.whole = set(program.inputs) if whole else set()
         for var, view in zip(program.inputs, inputs, strict=True):
             self.views[var] = view
         for var in program.consts:
@@ -81,7 +83,8 @@ class Reader:
                 atom.aval,
             )
         view = self.views[atom]
-        return view._replace(shared=len(atom.readers) + atom.returned > 1)
+        shared = len(atom.readers) + atom.returned > 1 or atom in self.whole
+        return view._replace(shared=shared)
 
     def seen(self, part: Part, shape: Sequence[int]) -> View:
         """An array whose axes the labels of the part count."""

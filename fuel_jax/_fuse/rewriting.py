@@ -67,17 +67,22 @@ def plan(closed: Any, spellings: Sequence[Spelling]) -> Plan:
     missed: list[tuple[Miss, Equation]] = []
     tried: dict[Any, str | None] = {}
     for eqn in reversed(program.equations):
-        plans = {at: plan(body, spellings) for at, body in inner_bodies(eqn)}
-        plans = {at: p for at, p in plans.items() if p.sites or p.inner or p.misses}
-        if plans:
-            made.inner[eqn] = plans
-        if eqn in taken or len(eqn.outputs) != 1 or eqn.effects:
+        if eqn in taken:
             continue
-        site, misses = best_site(matcher, eqn.outputs[0], made, spellings, tried)
-        missed += [(m, eqn) for m in misses]
-        if site is not None:
-            made.sites[site.root] = site
-            taken |= site.covers
+        site = None
+        if not eqn.effects and (len(eqn.outputs) == 1 or eqn.name == "scan"):
+            for root in eqn.outputs:
+                site, misses = best_site(matcher, root, made, spellings, tried)
+                missed += [(m, eqn) for m in misses]
+                if site is not None:
+                    made.sites[site.root] = site
+                    taken |= site.covers
+                    break
+        if site is None:
+            plans = {at: plan(body, spellings) for at, body in inner_bodies(eqn)}
+            plans = {at: p for at, p in plans.items() if p.sites or p.inner or p.misses}
+            if plans:
+                made.inner[eqn] = plans
     first = {(m.op, m.where): m for m, e in missed if e not in taken}
     made.misses = list(first.values())[::-1]
     return made
@@ -189,7 +194,7 @@ def needed(made: Plan) -> list[tuple[Equation, Site | None]]:
     for eqn in reversed(made.program.equations):
         if not eqn.effects and not any(id(v) in wanted for v in eqn.outputs):
             continue
-        site = made.sites.get(eqn.outputs[0]) if eqn.outputs else None
+        site = next((made.sites[v] for v in eqn.outputs if v in made.sites), None)
         inputs = eqn.inputs
         if site is not None:
             inputs = [narrowest(v, site.root) for v in site.operands.values()]

@@ -217,3 +217,39 @@ def selective_scan(
 
     last, y = lax.scan(forward, first, along_time(step, u, b, c))
     return jnp.swapaxes(y, 0, 1).astype(u.dtype), jnp.swapaxes(last, 1, 2)
+
+
+# -- as people write it --------------------------------------------------------------------
+
+
+def from_zero(u, delta, a, b, c, *, factors, sums):
+    """The op's sequence."""
+    return selective_scan(u, delta, a, b, c)[0]
+
+
+AXES = {"u": "b l d", "delta": "b l d", "a": "d n", "b": "b l n", "c": "b l n"}
+AT_ONCE = ("in the loop", "at once")
+
+
+@selective_scan.spelling(
+    axes=AXES,
+    call=from_zero,
+    variants=[{"factors": x, "sums": y} for x in AT_ONCE for y in AT_ONCE],
+    needs=("scan", "carry", "exp"),
+)
+def by_scan(u, delta, a, b, c, *, factors, sums):
+    """By ``lax.scan``; factors, and sums over states, in the loop or for all steps at once."""
+
+    def discrete(u, delta, b):
+        return jnp.exp(delta[..., None] * a), (delta * u)[..., None] * b[..., None, :]
+
+    def step(h, at):
+        (keep, add), c = discrete(*at[:3]) if factors == "in the loop" else at[:2], at[-1]
+        h = keep * h + add
+        return h, jnp.sum(h * c[:, None], -1) if sums == "in the loop" else h
+
+    given = (u, delta, b) if factors == "in the loop" else discrete(u, delta, b)
+    start = jnp.zeros((u.shape[0], *a.shape), u.dtype)
+    _, y = lax.scan(step, start, tuple(jnp.swapaxes(x, 0, 1) for x in (*given, c)))
+    y = jnp.swapaxes(y, 0, 1)
+    return y if sums == "in the loop" else jnp.sum(y * c[:, :, None], -1)

@@ -119,3 +119,139 @@ def conv_not_causal():
         )
 
     return f, (x(), weights(3)["conv"])
+
+
+def projected(w, x):
+    """u, Δ, a, b, c and the gate, as in Mamba."""
+    u, gate = jnp.split(x @ w["in"], 2, axis=-1)
+    u = jax.nn.silu(conv_nwc(u, w["conv"], w["conv_b"]))
+    dt, b, c = jnp.split(u @ w["x"], [2, 2 + N], axis=-1)
+    delta = jax.nn.softplus(dt @ w["dt"] + w["dt_b"])
+    return u, delta, -jnp.exp(w["a_log"]), b, c, gate
+
+
+@block(causal_conv1d=1, linear=1, selective_scan=1)
+def whole_block():
+    """Everything in the loop."""
+
+    def f(w, x):
+        u, delta, a, b, c, gate = projected(w, x)
+
+        def step(h, at):
+            u, delta, b, c = at
+            h = jnp.exp(delta[:, :, None] * a) * h + (delta * u)[:, :, None] * b[:, None, :]
+            return h, jnp.einsum("bdn,bn->bd", h, c)
+
+        first = jnp.zeros((B, D, N))
+        _, y = lax.scan(step, first, tuple(t.swapaxes(0, 1) for t in (u, delta, b, c)))
+        y = y.swapaxes(0, 1) + u * w["d"]
+        return (y * jax.nn.silu(gate)) @ w["out"]
+
+    return f, (weights(), x())
+
+
+@block(causal_conv1d=1, linear=1, selective_scan=1)
+def whole_block_discrete_first():
+    """Decays and inputs of all steps first, as in mamba-minimal."""
+
+    def f(w, x):
+        u, delta, a, b, c, gate = projected(w, x)
+        keep = jnp.exp(jnp.einsum("bld,dn->bldn", delta, a))
+        add = jnp.einsum("bld,bln,bld->bldn", delta, b, u)
+
+        def step(h, at):
+            keep, add, c = at
+            h = keep * h + add
+            return h, (h @ c[:, :, None])[..., 0]
+
+        moved = tuple(jnp.moveaxis(t, 1, 0) for t in (keep, add, c))
+        y = jnp.moveaxis(lax.scan(step, jnp.zeros((B, D, N)), moved)[1], 0, 1) + u * w["d"]
+        return (y * jax.nn.silu(gate)) @ w["out"]
+
+    return f, (weights(), x())
+
+
+@block(causal_conv1d=1, linear=1, selective_scan=1)
+def whole_block_under_vmap():
+    """A sequence alone, states ``[n, d]``, their sums at the end."""
+
+    def one(w, x):
+        u, delta, a, b, c, gate = (t if t.ndim == 2 else t[0] for t in projected(w, x[None]))
+
+        def step(h, at):
+            u, delta, b = at
+            h = h * jnp.exp(delta * a.T) + jnp.outer(b, delta * u)
+            return h, h
+
+        _, h = lax.scan(step, jnp.zeros((N, D)), (u, delta, b))
+        y = jnp.einsum("lnd,ln->ld", h, c) + u * w["d"]
+        return (y * jax.nn.silu(gate)) @ w["out"]
+
+    return jax.vmap(one, (None, 0)), (weights(), x())
+
+
+@block(selective_scan=1)
+def scan_of_one_sequence():
+    """The loop's result as it is, no batch."""
+
+    def f(u, delta, a, b, c):
+        def step(h, at):
+            u, delta, b, c = at
+            h = jnp.exp(delta[:, None] * a) * h + (delta * u)[:, None] * b
+            return h, h @ c
+
+        return lax.scan(step, jnp.zeros((D, N)), (u, delta, b, c))[1]
+
+    given = draw(53, u=(L, D), delta=(L, D), a=(D, N), b=(L, N), c=(L, N))
+    return f, tuple(given.values())
+
+
+def recurrence(step, reverse=False, last=False):
+    """A loop that is nearly the op's."""
+
+    def f(u, delta, a, b, c):
+        moved = tuple(t.swapaxes(0, 1) for t in (u, delta, b, c))
+        h, y = lax.scan(lambda h, at: step(h, a, *at), jnp.zeros((B, D, N)), moved, reverse=reverse)
+        return (y.swapaxes(0, 1), h) if last else y.swapaxes(0, 1)
+
+    given = draw(54, u=(B, L, D), delta=(B, L, D), a=(D, N), b=(B, L, N), c=(B, L, N))
+    return f, tuple(given.values())
+
+
+def plain_step(h, a, u, delta, b, c):
+    """The op's."""
+    h = jnp.exp(delta[:, :, None] * a) * h + (delta * u)[:, :, None] * b[:, None, :]
+    return h, jnp.einsum("bdn,bn->bd", h, c)
+
+
+@block()
+def scan_backwards():
+    """From the last step to the first."""
+    return recurrence(plain_step, reverse=True)
+
+
+@block()
+def scan_with_another_decay():
+    """1 − Δ·a for the exponential."""
+
+    def step(h, a, u, delta, b, c):
+        h = (1 - delta[:, :, None] * a) * h + (delta * u)[:, :, None] * b[:, None, :]
+        return h, jnp.einsum("bdn,bn->bd", h, c)
+
+    return recurrence(step)
+
+
+@block()
+def scan_of_the_state_before():
+    """What is read is the state before the step."""
+
+    def step(h, a, u, delta, b, c):
+        return plain_step(h, a, u, delta, b, c)[0], jnp.einsum("bdn,bn->bd", h, c)
+
+    return recurrence(step)
+
+
+@block(near=("selective_scan",))
+def scan_whose_last_state_is_returned():
+    """The op returns it too, but one value is put in place at a time."""
+    return recurrence(plain_step, last=True)
