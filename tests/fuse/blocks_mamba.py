@@ -255,3 +255,59 @@ def scan_of_the_state_before():
 def scan_whose_last_state_is_returned():
     """The op returns it too, but one value is put in place at a time."""
     return recurrence(plain_step, last=True)
+
+
+@block()
+def scan_from_ones():
+    """A first state that is no zero."""
+
+    def f(u, delta, a, b, c):
+        moved = tuple(t.swapaxes(0, 1) for t in (u, delta, b, c))
+        step = lambda h, at: plain_step(h, a, *at)
+        return lax.scan(step, jnp.ones((B, D, N)), moved)[1].swapaxes(0, 1)
+
+    return f, recurrence(plain_step)[1]
+
+
+@block()
+def scan_with_two_step_sizes():
+    """One for the decay, another for the input."""
+
+    def step(h, a, u, delta, b, c):
+        h = jnp.exp(delta[:, :, None] * a) * h + (u * u)[:, :, None] * b[:, None, :]
+        return h, jnp.einsum("bdn,bn->bd", h, c)
+
+    return recurrence(step)
+
+
+@block()
+def scans_one_in_the_other():
+    """The inner loop carries on from the outer one's state: whose state is whose counts."""
+
+    def f(x):
+        def outer(h, x):
+            def inner(g, x):
+                return g + h, h * x
+
+            g, y = lax.scan(inner, h, jnp.broadcast_to(x, (3, *x.shape)))
+            return g, y.sum(0)
+
+        return lax.scan(outer, x[0], x)[1]
+
+    return f, tuple(draw(55, x=(L, D)).values())
+
+
+@block()
+def convs_that_are_not():
+    """A gap between taps, a look ahead, the taps of another channel."""
+    shape = {"dimension_numbers": ("NWC", "WIO", "NWC"), "feature_group_count": D}
+
+    def f(x, w):
+        gap = lax.conv_general_dilated(x, w[:, None], (1,), [(6, 0)], rhs_dilation=(2,), **shape)
+        ahead = lax.conv_general_dilated(x, w[:, None], (1,), [(2, 1)], **shape)
+        padded = jnp.pad(x, ((0, 0), (3, 0), (0, 0)))
+        taps = [w[j] * padded[:, j : j + L] for j in (0, 1, 3)]
+        other = jnp.roll(w, 1, axis=1)[2] * padded[:, 2 : 2 + L]
+        return gap, ahead, sum(taps) + other
+
+    return f, (x(), weights()["conv"])
