@@ -23,16 +23,20 @@ def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
     if len(closed.jaxpr.eqns) > EQUATIONS or params["length"] < 2:
         return None
     body = flatten(closed)
-    if eqn.effects or len(body.equations) > EQUATIONS:
+    if eqn.effects or len(body.equations) > EQUATIONS or len(body.outputs) != len(eqn.outputs):
         return None
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    # JAX before 0.12 says how many there are of what; ranks say it too.
+    stacked = [len(a.shape) > len(b.shape) for a, b in zip(given, body.inputs, strict=True)]
+    pairs = zip(eqn.outputs, body.outputs, strict=True)
+    count = sum(len(a.shape) == len(b.shape) for a, b in pairs)  # of carried values
+    last = stacked.index(True) if True in stacked else len(stacked)
+    first = last - count
     consts, starts = given[:first], given[first:last]
     steps = [at_one_step(reader, v) for v in given[last:]]
 
     def read(carries: list[View]) -> list[View]:
         return Reader(reader.terms, reader.depth + 1).read(body, [*consts, *carries, *steps])
 
-    count = len(starts)
     carries = [
         variable(reader, i, view, kind_of(var.dtype))
         for i, (view, var) in enumerate(zip(read(starts), body.inputs[first:last], strict=False))
