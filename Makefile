@@ -4,9 +4,13 @@
 #     make test    the whole suite
 #
 # Both make what they need in $(VENV) first.  Another interpreter: make test PYTHON=python3.12 VENV=.venv312
+#
+# The suite compares with other people's packages, PyTorch among them.  Without those:
+# make test WITNESSES= (their tests are skipped then, and say so).
 
 PYTHON ?= python3
 VENV ?= .venv
+WITNESSES ?= ,witnesses,libraries
 PIP = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check
 
 .PHONY: demo test lint docs clean
@@ -36,7 +40,7 @@ $(VENV)/bin/python:
 
 # A stamp per set of extras: made after a complete install, remade when the dependencies change.
 $(VENV)/demo.installed: EXTRAS = report
-$(VENV)/test.installed: EXTRAS = test,formats,report
+$(VENV)/test.installed: EXTRAS = test,formats,report$(WITNESSES)
 $(VENV)/lint.installed: EXTRAS = test,formats,report,lint
 
 $(VENV)/%.installed: pyproject.toml | $(VENV)/bin/python

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .program import Equation, flatten
+from .program import Atom, Equation, flatten
 from .reading import Reader, kind_of, of, rule
-from .terms import Term, View, parts_of
+from .terms import Term, View, extremes, parts_of
 
 ELEMENTWISE = {
     *("exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "erf", "erfc", "sin", "cos"),
@@ -196,10 +196,11 @@ def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
     """Between floats, and from small integers to large: the same value."""
     (view,), kind = given, kind_of(eqn.outputs[0].dtype)
     was, shape = view.term.kind, eqn.outputs[0].shape
-    if was == kind and (kind in "fb" or wider(eqn.inputs[0].dtype, eqn.outputs[0].dtype)):
+    if was == kind and (kind in "fb" or holds(view.term, *eqn.inputs, *eqn.outputs)):
         return view
-    if view.term.op == "number" and kind in "fib":
-        return reader.seen((reader.terms.scalar(view.term.params, kind), ()), shape)
+    if view.term.op == "number" and kind in "fib" and math.isfinite(view.term.params):
+        value = int(view.term.params) if kind == "i" else view.term.params
+        return reader.seen((reader.terms.scalar(value, kind), ()), shape)
     if was == "b" and kind in "fi":
         one, zero = ((reader.terms.scalar(x, kind), ()) for x in (1, 0))
         return reader.seen(reader.terms.select(view.at(range(len(shape))), zero, one), shape)
@@ -211,10 +212,11 @@ def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
     return reader.seen(reader.terms.intern(name, (), [part], kind), shape)
 
 
-def wider(old: Any, new: Any) -> bool:
-    """Whether every integer of one dtype is one of the other."""
-    a, b = jnp.iinfo(old), jnp.iinfo(new)
-    return b.min <= a.min and a.max <= b.max
+def holds(term: Term, old: Atom, new: Atom) -> bool:
+    """Whether the new dtype has all integers of the old one, or all that the term can be."""
+    a, b, bounds = jnp.iinfo(old.dtype), jnp.iinfo(new.dtype), extremes(term)
+    low, high = (a.min, a.max) if bounds is None else bounds
+    return b.min <= low and high <= b.max
 
 
 @rule("stop_gradient")
@@ -234,4 +236,4 @@ def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
     program = flatten(inner)
     if any(e.effects for e in program.equations):
         return None
-    return Reader(reader.terms).read(program, given)
+    return Reader(reader.terms, reader.depth).read(program, given)

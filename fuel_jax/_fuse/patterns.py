@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from .._fused import FusedOp
 from ..errors import ArgumentError
 from ..registry import FUSED, OPS
+from ..types import x64_enabled
 from .spelling import Spelling
 
 
@@ -30,10 +32,19 @@ def spellings(ops: Sequence[FusedOp] | None) -> tuple[Spelling, ...]:
 def of(op: FusedOp) -> list[Spelling]:
     """Those an op declares, and its body."""
     declared = [s for s in op.spellings if isinstance(s, Spelling)]
+    if x64_enabled():
+        declared += [wide for s in declared if (wide := with_long_integers(s))]
     alike = [f for f in op.spellings if not isinstance(f, Spelling)]
     own = [op.body, *alike] if op.matchable else alike
     last = next((s.last for s in declared if s.last), None)
     return [*declared, *(s for f in own for s in like_the_body(op, f, last))]
+
+
+@functools.cache
+def with_long_integers(spelling: Spelling) -> Spelling | None:
+    """The same with I64 for I32, which ``jax.numpy`` casts where it indexes; None without I32."""
+    dtypes = {n: jnp.int64 if d is jnp.int32 else d for n, d in spelling.dtypes.items()}
+    return None if dtypes == spelling.dtypes else dataclasses.replace(spelling, dtypes=dtypes)
 
 
 @functools.cache

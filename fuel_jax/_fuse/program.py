@@ -123,23 +123,24 @@ def flatten(closed: Any) -> Program:
         consts.extend(made)
         return jaxpr, dict(zip(jaxpr.constvars, made, strict=True))
 
-    def walk(jaxpr: Any, env: dict[Any, Atom]) -> list[Atom]:
+    def walk(jaxpr: Any, env: dict[Any, Atom], caller: Any = None) -> list[Atom]:
+        # A nested jit was traced where it was called first, which may have been anywhere.
         read = lambda v: Number(v.val, v.aval) if isinstance(v, Literal) else env[v]
         for eqn in jaxpr.eqns:
             inputs = [read(v) for v in eqn.invars]
             if dissolves(eqn):
                 inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
                 body, scope = constants(inner)
-                results = walk(body, scope | dict(zip(body.invars, inputs, strict=True)))
+                env_inside = scope | dict(zip(body.invars, inputs, strict=True))
+                results = walk(body, env_inside, caller or eqn.source_info)
                 env |= zip(eqn.outvars, results, strict=True)
                 continue
             key = None if eqn.effects else signature(eqn, inputs)
             outputs = known.get(key) if key is not None else None
             if outputs is None:
                 outputs = [Var(v.aval) for v in eqn.outvars]
-                made = Equation(
-                    eqn.primitive, eqn.params, inputs, outputs, eqn.effects, eqn.source_info
-                )
+                source = caller or eqn.source_info
+                made = Equation(eqn.primitive, eqn.params, inputs, outputs, eqn.effects, source)
                 for v in outputs:
                     v.maker = made
                 equations.append(made)

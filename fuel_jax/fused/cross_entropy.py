@@ -219,15 +219,13 @@ def by_rows(logits, targets, *, reduction, ignore_index, return_lse):
 
 # -- as people write it --------------------------------------------------------------------
 #
-# A label that is no class gives NaN, the last class but one, the nearest class, or nothing at all,
-# depending on how the logit is picked.  So each spelling renames such labels before the op sees
-# them: NOTHING is a label that the op ignores, and the number of classes one that it does not.
+# A label that is no class gives NaN, the nearest class, or nothing at all, depending on how the
+# logit is picked.  So each spelling ignores such labels, or renames them, before the op sees them.
 
-NOTHING = -1
-ROWS_AND_CLASSES = {"logits": "*rows v", "targets": "*rows"}
+NOTHING = -1  # a label that is ignored
 written = functools.partial(
     fused_softmax_cross_entropy.spelling,
-    axes=ROWS_AND_CLASSES,
+    axes={"logits": "*rows v", "targets": "*rows"},
     dtypes={"targets": jnp.int32},
     last="v",
 )
@@ -238,19 +236,57 @@ def picked(logits: Array, targets: Array) -> Array:
     return jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
 
 
-def counted_from_the_end(logits: Array, targets: Array) -> Array:
-    """The loss for :func:`picked`."""
-    classes = logits.shape[-1]
+def from_either_end(targets: Array, classes: int) -> tuple[Array, Array]:
+    """Labels as :func:`picked` counts them, and which are classes."""
     label = jnp.where(targets < 0, targets + classes, targets)
-    label = jnp.where(label < 0, classes, label)
-    return fused_softmax_cross_entropy(logits, label, reduction="none", ignore_index=NOTHING)
+    valid = (label >= 0) & (label < classes)
+    return jnp.where(valid, label, NOTHING), valid
 
 
-def clipped(logits: Array, targets: Array) -> Array:
-    """The loss for ``logits[arange(n), targets]``, which reads the nearest class."""
+def nan_for_no_class(logits: Array, targets: Array) -> Array:
+    """The loss for ``−picked(log_softmax)``: NaN without a slope for what is no class."""
+    label, valid = from_either_end(targets, logits.shape[-1])
+    loss = fused_softmax_cross_entropy(logits, label, reduction="none", ignore_index=NOTHING)
+    return jnp.where(valid, loss, jnp.nan)
+
+
+def nan_beside_logsumexp(logits: Array, targets: Array) -> Array:
+    """The loss for ``logsumexp − picked``: NaN with the slope of the first for what is no class."""
+    label, valid = from_either_end(targets, logits.shape[-1])
+    loss, lse = fused_softmax_cross_entropy(
+        logits, label, reduction="none", ignore_index=NOTHING, return_lse=True
+    )
+    return jnp.where(valid, loss, lse.astype(loss.dtype) + jnp.nan)
+
+
+def nearest(logits: Array, targets: Array) -> tuple[Array, Array, Array]:
+    """The loss for ``logits[arange(n), targets]``, the log-sum-exp, and which labels are classes.
+
+    Others read the nearest class, and their slope is dropped.
+    """
     classes = logits.shape[-1]
-    label = jnp.clip(jnp.where(targets < 0, targets + classes, targets), 0, classes - 1)
-    return fused_softmax_cross_entropy(logits, label, reduction="none", ignore_index=NOTHING)
+    label, valid = from_either_end(targets, classes)
+    clipped = jnp.clip(jnp.where(targets < 0, targets + classes, targets), 0, classes - 1)
+    loss, lse = fused_softmax_cross_entropy(
+        logits,
+        jnp.where(valid, label, clipped),
+        reduction="none",
+        ignore_index=NOTHING,
+        return_lse=True,
+    )
+    return loss, lse.astype(loss.dtype), valid
+
+
+def nearest_class(logits: Array, targets: Array) -> Array:
+    """The loss for ``−log_softmax[arange(n), targets]``: no slope for what is no class."""
+    loss, _, valid = nearest(logits, targets)
+    return jnp.where(valid, loss, lax.stop_gradient(loss))
+
+
+def nearest_beside_logsumexp(logits: Array, targets: Array) -> Array:
+    """The loss for ``logsumexp − logits[arange(n), targets]``: the slope of the first remains."""
+    loss, lse, valid = nearest(logits, targets)
+    return jnp.where(valid, loss, lse + lax.stop_gradient(loss - lse))
 
 
 def or_nothing(logits: Array, targets: Array) -> Array:
@@ -260,19 +296,19 @@ def or_nothing(logits: Array, targets: Array) -> Array:
     return fused_softmax_cross_entropy(logits, label, reduction="none", ignore_index=NOTHING)
 
 
-@written(call=counted_from_the_end, needs=("pick", "log"))
+@written(call=nan_beside_logsumexp, needs=("pick", "log"))
 def logsumexp_less_logit(logits, targets):
     """As ``optax.softmax_cross_entropy_with_integer_labels``."""
     return jax.nn.logsumexp(logits, -1) - picked(logits, targets)
 
 
-@written(call=counted_from_the_end, needs=("pick", "log"))
+@written(call=nan_for_no_class, needs=("pick", "log"))
 def picked_from_log_softmax(logits, targets):
     """Minus the label's log-probability."""
     return -picked(jax.nn.log_softmax(logits), targets)
 
 
-@written(call=counted_from_the_end, needs=("pick", "log"))
+@written(call=nan_for_no_class, needs=("pick", "log"))
 def picked_from_logits_less_logsumexp(logits, targets):
     """The same, with log-probabilities written out."""
     return -picked(logits - jax.nn.logsumexp(logits, -1, keepdims=True), targets)
@@ -291,17 +327,16 @@ rows = functools.partial(
     dtypes={"targets": jnp.int32},
     last="v",
     needs=("pick", "log"),
-    call=clipped,
 )
 
 
-@rows()
+@rows(call=nearest_class)
 def indexed_log_softmax(logits, targets):
     """Minus the label's log-probability, by indexing."""
     return -jax.nn.log_softmax(logits)[jnp.arange(logits.shape[0]), targets]
 
 
-@rows()
+@rows(call=nearest_beside_logsumexp)
 def logsumexp_less_indexed_logit(logits, targets):
     """``logsumexp − logits[arange(n), targets]``."""
     return jax.nn.logsumexp(logits, -1) - logits[jnp.arange(logits.shape[0]), targets]
