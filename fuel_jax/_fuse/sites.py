@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,7 +54,7 @@ def place(
     """
     spelling = found.pattern.spelling
     stops = {t for t, _, _ in found.operands.values()} | {t for (t, _), _ in found.rest}
-    covers, operands = covered(root, stops, views)
+    covers, operands, twins = covered(root, stops, views)
     if any(t not in operands and t.op != "number" for t in stops):
         return None  # a value that no variable holds
     if any(
@@ -69,6 +69,7 @@ def place(
         if n not in spelling.dtypes
     ]
     reasons = (
+        twins,
         read_elsewhere(site, views),
         "the result is weakly typed" if root.aval.weak_type else None,
         rounded_inside(site, min((*widths, root.dtype), key=lambda d: d.itemsize)),
@@ -118,31 +119,66 @@ def kind_of_call(site: Site, views: Mapping[Var, View]) -> Any:
 
 def covered(
     root: Var, stops: set[Term], views: Mapping[Var, View]
-) -> tuple[list[Equation], dict[Term, Var]]:
-    """The equations between the result and the operands, and the variables of the operands."""
+) -> tuple[list[Equation], dict[Term, Var], str | None]:
+    """The equations between the result and the operands, and the variables of the operands.
+
+    Also why one variable cannot stand for all of a term: casts leave no trace in terms, but in the
+    program a value and its rounding may both be there, as in products of split floats.
+    """
     covers: dict[Equation, None] = {}
     operands: dict[Term, Var] = {}
+    reason = None
     stack: list[Atom] = [root]
     while stack:
         v = stack.pop()
         if isinstance(v, Number):
             continue
         if views[v].term in stops and v is not root:
-            operands.setdefault(views[v].term, v)
-        elif v.maker is not None and v.maker not in covers:
+            v = unpadded(v) or v
+            other = operands.setdefault(views[v].term, v)
+            if origin(other, views) is not origin(v, views):
+                reason = "an operand is there twice, once rounded or without its gradient"
+        elif v.maker is None:
+            if not views[v].term.constant:
+                reason = "what is lost by rounding is added again"
+        elif v.maker not in covers:
             covers[v.maker] = None
             stack += v.maker.inputs
-    for term, v in operands.items():
-        if from_inside(v, covers):  # as a padded value, cut to what it was
-            alike = (u for u, view in views.items() if view.term is term and u.dtype == v.dtype)
-            operands[term] = next(alike)
-    return list(covers), operands
+    return list(covers), operands, reason
 
 
-def from_inside(v: Var, covers: Container[Equation]) -> bool:
-    """Whether a variable is made of what an op covers."""
-    inputs = v.maker.inputs if v.maker is not None else ()
-    return any(isinstance(u, Var) and u.maker in covers for u in inputs)
+def unpadded(v: Var) -> Var | None:
+    """What was padded, of the part of it that is no padding: the last tap of a convolution."""
+    outer = v.maker if v.maker is not None and v.maker.name == "slice" else None
+    source = outer.inputs[0] if outer is not None else None
+    inner = source.maker if isinstance(source, Var) else None
+    if outer is None or inner is None or inner.name != "pad":
+        return None
+    lows, _, gaps = zip(*inner.params["padding_config"], strict=True)
+    x = inner.inputs[0]
+    same = outer.params["start_indices"] == lows and not any(gaps) and x.shape == v.shape
+    return x if same and isinstance(x, Var) and outer.params["strides"] is None else None
+
+
+def origin(v: Var, views: Mapping[Var, View]) -> Var:
+    """The variable of the same numbers before layouts, wider types, ``x − 0`` and the like."""
+    while v.maker is not None and v.maker.name != "stop_gradient":
+        variables = [x for x in v.maker.inputs if isinstance(x, Var)]
+        sources = [x for x in variables if not views[x].term.constant]
+        if len(sources) != 1 or views[sources[0]].term is not views[v].term:
+            break
+        if rounds(sources[0].dtype, v.dtype):
+            break
+        (v,) = sources
+    return v
+
+
+def rounds(old: Any, new: Any) -> bool:
+    """Whether a cast between these floats can lose digits or range."""
+    if old == new or not all(jnp.issubdtype(d, jnp.floating) for d in (old, new)):
+        return False
+    a, b = jnp.finfo(old), jnp.finfo(new)
+    return b.nmant < a.nmant or b.maxexp < a.maxexp
 
 
 def read_elsewhere(site: Site, views: Mapping[Var, View]) -> str | None:

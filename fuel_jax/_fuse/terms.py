@@ -154,7 +154,8 @@ class Terms:
                 weights[bare] = weights.get(bare, 0) + weight * coef
             else:
                 weights[part] = weights.get(part, 0) + weight
-        weights = {part: w for part, w in weights.items() if w != 0}
+        if kind != "f":  # of floats, x less its own rounding is not nothing
+            weights = {part: w for part, w in weights.items() if w != 0}
         if not weights:
             return self.scalar(const, kind), ()
         if chosen := self._chosen(weights, const, kind):

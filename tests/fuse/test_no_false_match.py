@@ -337,3 +337,159 @@ def test_nnx(capsys):
 def test_equinox(capsys):
     eqx = pytest.importorskip("equinox", reason="equinox is not installed")
     assert check(capsys, "equinox.nn", of_equinox(eqx)) > 25
+
+
+# -- nearly an op --------------------------------------------------------------------------
+
+NEARLY = {}
+
+
+def nearly(*shapes, **sites):
+    """Decorator: what is written almost as an op is; no op in it, or those named."""
+
+    def enter(f):
+        NEARLY[f.__name__] = f, tuple(f32(*shape) for shape in shapes), sites
+        return f
+
+    return enter
+
+
+def rounded(x):
+    return x.astype(jnp.bfloat16).astype(x.dtype)
+
+
+@nearly((6, 8), (8, 5), (5,))
+def product_of_split_floats(x, w, b):
+    return rounded(x) @ w + (x - rounded(x)) @ w + b
+
+
+@nearly((6, 5), (8, 5), (5,))
+def what_rounding_lost_added_to_a_product(y, w, b):
+    return jnp.ones((6, 8), y.dtype) @ w + b + (y - rounded(y))
+
+
+@nearly((6, 8))
+def softmax_over_the_sum_of_rounded_exponentials(x):
+    most = jnp.max(rounded(x), -1, keepdims=True)
+    return jnp.exp(x - most) / jnp.sum(jnp.exp(rounded(x) - most), -1, keepdims=True)
+
+
+@nearly((6, 8))
+def rms_norm_by_the_mean_square_of_rounded_values(x):
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(rounded(x)), -1, keepdims=True) + 1e-5)
+
+
+@nearly((6, 8))
+def rms_norm_whose_scale_has_no_gradient(x):
+    still = jax.lax.stop_gradient(x)
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(still), -1, keepdims=True) + 1e-5)
+
+
+@nearly((6, 8))
+def rms_norm_of_shifts_with_and_without_gradient(x):
+    most = jnp.max(x, -1, keepdims=True)
+    still = x - jax.lax.stop_gradient(most)
+    return (x - most) * jax.lax.rsqrt(jnp.mean(jnp.square(still), -1, keepdims=True) + 1e-5)
+
+
+@nearly((6, 8))
+def softmax_whose_sum_has_no_gradient(x):
+    e = jnp.exp(x - jnp.max(x, -1, keepdims=True))
+    return e / jax.lax.stop_gradient(jnp.sum(e, -1, keepdims=True))
+
+
+@nearly((6, 8), (6, 8))
+def softmax_below_the_maximum_of_something_else(x, y):
+    e = jnp.exp(x - jnp.max(y, -1, keepdims=True))
+    return e / jnp.sum(e, -1, keepdims=True)
+
+
+@nearly((6, 8))
+def softmax_with_one_more_in_the_sum(x):
+    e = jnp.exp(x - jnp.max(x, -1, keepdims=True))
+    return e / (1 + jnp.sum(e, -1, keepdims=True))
+
+
+@nearly((6, 8))
+def layer_norm_of_the_unbiased_variance(x):
+    return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True, ddof=1) + 1e-5)
+
+
+@nearly((6, 8))
+def layer_norm_with_eps_outside_the_root(x):
+    return (x - x.mean(-1, keepdims=True)) / (x.std(-1, keepdims=True) + 1e-5)
+
+
+@nearly((6, 6))
+def layer_norm_by_rows_and_columns(x):
+    return (x - x.mean(0, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
+
+
+@nearly((6, 8))
+def rows_of_length_one(x):
+    return x / jnp.sqrt(jnp.sum(jnp.square(x), -1, keepdims=True) + 1e-6)
+
+
+@nearly((8,), (8,), ())
+def dot_product_plus_a_number(x, y, c):
+    return x @ y + c
+
+
+@nearly((4, 4), (4, 4), (4, 4))
+def product_plus_a_matrix(x, w, b):
+    return x @ w + b
+
+
+@nearly((4, 4), (4, 4), (4,))
+def diagonal_of_a_product_plus_a_vector(x, w, b):
+    return jnp.einsum("ij,ji->i", x, w) + b
+
+
+@nearly((2, 3, 6, 8), (6, 8), (6, 8))
+def rope_the_other_way(x, cos, sin):
+    lo, hi = jnp.split(x, 2, -1)
+    return x * cos + jnp.concatenate([hi, -lo], -1) * sin
+
+
+@nearly((2, 3, 6, 8), (6, 4), (6, 4))
+def rope_of_neighbours(x, cos, sin):
+    a, b = x[..., ::2], x[..., 1::2]
+    return jnp.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(x.shape)
+
+
+@nearly((6, 6), log_softmax_last_dim=1)
+def labels_that_choose_rows(x):
+    return -jax.nn.log_softmax(x)[LABELS[0], jnp.arange(6)]
+
+
+def attention_by(mask, outwards="bhqk,bkhd->bqhd"):
+    """With every extent 4: only the wiring tells one axis from another."""
+
+    def f(q, k, v):
+        s = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2
+        return jnp.einsum(outwards, jax.nn.softmax(jnp.where(mask, s, -1e30)), v)
+
+    return f
+
+
+ROW, COLUMN = np.arange(4)[:, None], np.arange(4)
+for name, mask, outwards in (
+    ("later_keys", ROW <= COLUMN, "bhqk,bkhd->bqhd"),
+    ("earlier_keys_only", ROW > COLUMN, "bhqk,bkhd->bqhd"),
+    ("causal_heads", (ROW >= COLUMN)[:, :, None], "bhqk,bkhd->bqhd"),
+    ("causal_sequences", (ROW >= COLUMN)[:, None, None], "bhqk,bkhd->bqhd"),
+    ("as_many_keys_as_heads", (COLUMN < 1 + ROW)[:, None], "bhqk,bkhd->bqhd"),
+    ("values_of_queries", ROW >= COLUMN, "bhqk,bqhd->bkhd"),
+    ("values_of_every_head", ROW >= COLUMN, "bhqk,bkgd->bqhd"),
+):
+    f = attention_by(mask, outwards)
+    NEARLY[f"attention_to_{name}"] = f, (f32(4, 4, 4, 4),) * 3, {"softmax_last_dim": 1}
+
+
+@pytest.mark.parametrize("name", NEARLY)
+def test_what_is_nearly_an_op_is_none(name):
+    f, args, sites = NEARLY[name]
+    args = filled(args)
+    assert found(f, args) == sites, fuel_jax.fuse.report(f)(*args)
+    if sites:
+        agree(name, f, args)
