@@ -43,8 +43,8 @@ def find(matcher: Matcher, pattern: Pattern, root: Term) -> Iterator[Found]:
         may_open = any(t.op in ("sum", "product") for t, _, _ in operands_of(way.state).values())
         for axes in assignments(way.state, way.slots):
             tries = (
-                prove(matcher, pattern, root, way, params, axes, whole=whole)
-                for whole in ((False, True) if may_open else (False,))
+                prove(matcher, pattern, root, way, params, axes, shut=shut)
+                for shut in ((False, True) if may_open else (False,))
             )
             if proved := next(filter(None, tries), None):
                 yield proved
@@ -107,7 +107,7 @@ def prove(
     params: dict[str, Any],
     axes: Any,
     *,
-    whole: bool,
+    shut: bool,
 ) -> Found | None:
     """What was found, if writing it again gives the program's term."""
     (state, ps, ns), (lead, made) = way, axes
@@ -125,7 +125,7 @@ def prove(
     extents = {lead(s): e for s, e in matcher.extent.items()}
     axes_of = consists(pattern.axes, ps)
     out = tuple(axes_of[a] for a in pattern.out)
-    again = write(matcher.terms, spelling, operands, params, extents, out, whole=whole)
+    again = write(matcher.terms, spelling, operands, params, extents, out, shut=shut)
     if again is None:
         return None
     term, labels = again
@@ -162,7 +162,7 @@ def write(
     extents: dict[int, int],
     out: tuple[tuple[int, ...], ...],
     *,
-    whole: bool,
+    shut: bool,
 ) -> Part | None:
     """The spelling on these operands, its axes labelled with the program's.
 
@@ -199,7 +199,7 @@ def write(
     )
     if program is None:
         return None
-    (view,) = Reader(terms).read(program, [views[n] for n in names], whole=whole)
+    (view,) = Reader(terms).read(program, [views[n] for n in names], whole=shut)
     flat: list[int | None] = list(extra)
     for name, axis in zip(pattern_of(spelling).out, out, strict=True):
         flat += axis if name in many else [axis[-1] if axis else None]

@@ -111,7 +111,8 @@ def shift_and_add(x, weight, bias=None, *, taps, use_silu, cut):
     steps = x.shape[-1]
     length = steps + taps - 1 if cut else steps
     x = jnp.pad(x, ((0, 0), (0, 0), (taps - 1, length - steps)))
-    y = sum(weight[:, j, None] * x[:, :, j : j + length] for j in range(taps))
+    y, *later = (weight[:, j, None] * x[:, :, j : j + length] for j in range(taps))
+    y = sum(later, y)
     y = y if bias is None else y + bias[:, None]
     y = y[:, :, :steps]
     return jax.nn.silu(y) if use_silu else y
