@@ -11,7 +11,6 @@ proof       The spelling is traced again on just these operands and parameters. 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -77,8 +76,7 @@ class Hole(NamedTuple):
 Slots = tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """What has been found so far, on one way through the alternatives."""
 
     bound: dict[Term, tuple[Term, Slots, Slots]]  # of the pattern, to the program's
@@ -89,7 +87,7 @@ class State:
 
     def plus(self, **more: Any) -> State:
         """With additions."""
-        return dataclasses.replace(self, **{n: getattr(self, n) + v for n, v in more.items()})
+        return self._replace(**{n: getattr(self, n) + v for n, v in more.items()})
 
 
 class Way(NamedTuple):
@@ -157,7 +155,7 @@ class Matcher:
 
     def bind(self, state: State, p: Term, ps: Slots, n: Term, ns: Slots) -> State:
         """With ``p`` read as ``n``."""
-        return dataclasses.replace(state, bound={**state.bound, p: (n, ps, ns)})
+        return state._replace(bound={**state.bound, p: (n, ps, ns)})
 
     def each(
         self, p: Term, ps: Slots, pargs: Any, n: Term, ns: Slots, nargs: Any, state: State
@@ -292,7 +290,7 @@ class Matcher:
             n, ps, ns = bound[operand]
             scaled, labels = self.terms.product([((n, ns), 1)], scale, n.kind)
             bound[operand] = scaled, ps, tuple(labels)
-        return dataclasses.replace(state, bound=bound)
+        return state._replace(bound=bound)
 
 
 def scaling(p: Term) -> list[Term]:
