@@ -71,11 +71,14 @@ def reference(op, f, at=None):
 class TestValues:
     def test_every_implementation_keeps_its_promise(self, op, example, dtype):
         """Promised shapes and dtypes, within the declared precision of float64."""
+        if dtype == "float16" and not example_is_first(op, example):
+            pytest.skip("bfloat16 takes the same casts; float16's range shows on one example")
         f, arrays = case(op, example, dtype)
+        jit = compiled if dtype in ("float32", "bfloat16") else jax.jit  # see conftest.py
         want = reference(op, f)(*to64(arrays))
         promised = jax.tree.leaves(op.out(*arrays, **f.keywords))
         for pin in pins(op, f, arrays):
-            got = jax.tree.leaves(compiled(pin)(*arrays))
+            got = jax.tree.leaves(jit(pin)(*arrays))
             assert [(y.shape, y.dtype) for y in got] == [(y.shape, y.dtype) for y in promised]
             close(got, want, op.precision.tolerance)
 
@@ -92,7 +95,7 @@ class TestValues:
         at = floats(op, arrays)
         want = reference(op, f, at)(*to64(arrays))
         for pin in pins(op, f, arrays):
-            got = compiled(jax.grad(weighted(pin), at))(*arrays)
+            got = jax.jit(jax.grad(weighted(pin), at))(*arrays)
             assert [g.dtype for g in got] == [arrays[i].dtype for i in at]
             # What a backward reads of the forward's result was rounded too; gradients may cancel.
             close(got, want, lambda dtype: 8 * op.precision.tolerance(dtype), at_least=1)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from fuel_jax import FusedOps, OpKind
@@ -34,7 +35,8 @@ RUN = [
 def test_code_runs_as_it_stands(page, code):
     for package in re.findall(r"^import (flax)", code, re.MULTILINE):
         pytest.importorskip(package, reason=f"the example uses {package}")
-    exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
+    with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):  # as readers have it
+        exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
 
 
 def test_excerpts_are_the_source_s():

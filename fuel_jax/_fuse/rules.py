@@ -1,6 +1,6 @@
 """The reader, with the rules for all primitives that have one."""
 
-from . import layout, loops, meaning
+from . import contraction, layout, loops, meaning
 from .reading import Reader
 
-__all__ = ["Reader", "layout", "loops", "meaning"]
+__all__ = ["Reader", "contraction", "layout", "loops", "meaning"]

@@ -281,7 +281,7 @@ def assemble(site: Site, views: Mapping[Var, View], *values: Any) -> Any:
         for n, (t, _, _) in found.operands.items()
         if jnp.issubdtype((x := fetch(t)).dtype, jnp.floating)
     ]
-    common = jnp.result_type(*floats, root.dtype) if floats else root.dtype
+    common = functools.reduce(jnp.promote_types, floats, root.dtype)
     for name, (term, dims, slots) in found.operands.items():
         flat = [a for d in dims for a in d]
         x = spread(fetch(term), slots, flat)
@@ -335,5 +335,6 @@ def precision_of(site: Site) -> Any:
         if e.name == "dot_general" and all(x.dtype.itemsize > 2 for x in e.inputs)
     ]
     first = next((p[0] if isinstance(p, tuple) else p for p in asked if p is not None), None)
-    name = getattr(first, "name", None)  # that of an algorithm is upper case, and stays so
-    return name.lower() if isinstance(first, lax.Precision) else name
+    if isinstance(first, lax.Precision):
+        return str(first.name).lower()
+    return getattr(first, "name", None)  # of an algorithm
