@@ -123,7 +123,7 @@ def graded(x: Floats, largest: int) -> tuple[NDArray[np.float16], Floats, Floats
 
     Rounded up.  Returns ``d [blocks, 1]``, the codes, and what the products are.
     """
-    d = half_at_least(x.max(-1, keepdims=True) / np.float32(largest), "quantize")
+    d = half_at_least(x.max(-1, keepdims=True) / np.float64(largest), "quantize")
     code = np.minimum(np.ceil(quotient(x, d.astype(np.float32))), largest)
     return d, code, d.astype(np.float32) * code
 
@@ -320,7 +320,8 @@ def quantize_awq(w: ArrayLike, group_size: int = 128) -> tuple[Words, Words, NDA
     if x.shape[1] % 8:
         raise ArgumentError(f"quantize_awq: 'w' has rows of {x.shape[1]}; a word holds 8 weights.")
     low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
-    scales = half_at_least(high / np.float32(15) - low / np.float32(15), "quantize_awq")
+    # In float64: a quotient that underflows would leave weights that are not 0 without a step.
+    scales = half_at_least((np.float64(1) * high - low) / 15, "quantize_awq")
     step = scales.astype(np.float32)
     zero = np.rint(quotient(-low, step))
     code = np.rint(quotient(groups, step[..., None]) + zero[..., None]).clip(0, 15)
