@@ -123,6 +123,7 @@ def graded(x: Floats, largest: int) -> tuple[NDArray[np.float16], Floats, Floats
 
     Rounded up.  Returns ``d [blocks, 1]``, the codes, and what the products are.
     """
+    # In float64: a quotient that underflows would leave numbers that are not 0 without a step.
     d = half_at_least(x.max(-1, keepdims=True) / np.float64(largest), "quantize")
     code = np.minimum(np.ceil(quotient(x, d.astype(np.float32))), largest)
     return d, code, d.astype(np.float32) * code
@@ -133,7 +134,7 @@ def with_minimum(w: Floats, groups: int, bits: int, grades: int) -> tuple[Any, .
     w = w.reshape(len(w), groups, -1)
     largest = 2**bits - 1
     dmin, minimum, below = graded(np.maximum(-w.min(-1), 0), grades)
-    d, scale, step = graded((w.max(-1) + below) / np.float32(largest), grades)
+    d, scale, step = graded((w.max(-1) + below) / np.float64(largest), grades)
     q = np.rint(quotient(w + below[..., None], step[..., None])).clip(0, largest)
     return d, dmin, scale.astype(np.uint8), minimum.astype(np.uint8), q.astype(np.uint8)
 
@@ -144,7 +145,7 @@ def around_zero(w: Floats, bits: int, grades: int) -> tuple[Any, ...]:
     A negative scale where the larger weights are positive: there is one code more below zero.
     """
     w = w.reshape(len(w), 16, 16)
-    bottom, top = np.float32(2 ** (bits - 1)), np.float32(2 ** (bits - 1) - 1)
+    bottom, top = np.float64(2 ** (bits - 1)), np.float64(2 ** (bits - 1) - 1)
     low, high = -w.min(-1), w.max(-1)
     needed = np.maximum(np.maximum(low, high) / bottom, np.minimum(low, high) / top)
     d, scale, step = graded(needed, grades)
@@ -320,7 +321,7 @@ def quantize_awq(w: ArrayLike, group_size: int = 128) -> tuple[Words, Words, NDA
     if x.shape[1] % 8:
         raise ArgumentError(f"quantize_awq: 'w' has rows of {x.shape[1]}; a word holds 8 weights.")
     low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
-    # In float64: a quotient that underflows would leave weights that are not 0 without a step.
+    # In float64, as in graded.
     scales = half_at_least((np.float64(1) * high - low) / 15, "quantize_awq")
     step = scales.astype(np.float32)
     zero = np.rint(quotient(-low, step))
