@@ -206,7 +206,7 @@ def write(
     if len(flat) != len(view.shape):
         return None
     labels = tuple(flat[i] for i in view.labels)
-    return None if None in labels else (view.term, labels)  # type: ignore[return-value]
+    return None if None in labels else (view.term, labels)
 
 
 @functools.lru_cache(1024)

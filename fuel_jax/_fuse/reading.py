@@ -91,7 +91,7 @@ class Reader:
         term, labels = part
         axes: list[int | None] = [None] * len(shape)
         for i, label in enumerate(labels):
-            axes[label] = i  # type: ignore[call-overload]
+            axes[label] = i
         return View(term, tuple(axes), tuple(shape))
 
     # -- one equation ----------------------------------------------------------------------

@@ -109,6 +109,7 @@ def best_site(
 ) -> tuple[Site | None, list[Miss]]:
     """The op that replaces most, among those whose result is the variable; and near misses."""
     best: Site | None = None
+    where = root.maker.where() if root.maker else "?"
     misses = []
     for spelling in spellings:
         if not spelling.needs <= operations(made.views[root].term, DEPTH):
@@ -118,12 +119,12 @@ def best_site(
             continue
         if spelling.why_not:
             if any(matcher.ways(pattern, made.views[root].term)):
-                misses.append(Miss(spelling.name, root.maker.where(), spelling.why_not))  # type: ignore[union-attr]
+                misses.append(Miss(spelling.name, where, spelling.why_not))
             continue
         for found in find(matcher, pattern, made.views[root].term):
             found_site = place(found, root, made.views, tried)
             if isinstance(found_site, str):
-                misses.append(Miss(spelling.name, root.maker.where(), found_site))  # type: ignore[union-attr]
+                misses.append(Miss(spelling.name, where, found_site))
             elif found_site and (best is None or len(found_site.covers) > len(best.covers)):
                 best = found_site
             if found_site is not None:  # of the same values in other roles, all may be at hand
