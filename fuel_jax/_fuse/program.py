@@ -15,8 +15,24 @@ HERE = os.path.dirname(os.path.dirname(__file__))
 JAX = os.path.dirname(jax.__file__)
 
 
+class Typed:
+    """What has a type."""
+
+    aval: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents."""
+        return self.aval.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Element type."""
+        return self.aval.dtype
+
+
 @dataclasses.dataclass(eq=False)
-class Var:
+class Var(Typed):
     """A value: its type, the equation that makes it, who reads it."""
 
     aval: Any
@@ -25,33 +41,13 @@ class Var:
     readers: list[Equation] = dataclasses.field(default_factory=list)
     returned: bool = False
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Extents."""
-        return self.aval.shape
-
-    @property
-    def dtype(self) -> Any:
-        """Element type."""
-        return self.aval.dtype
-
 
 @dataclasses.dataclass(eq=False)
-class Number:
+class Number(Typed):
     """A literal."""
 
     val: Any
     aval: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Extents."""
-        return self.aval.shape
-
-    @property
-    def dtype(self) -> Any:
-        """Element type."""
-        return self.aval.dtype
 
 
 Atom = Var | Number
