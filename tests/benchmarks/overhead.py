@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 import fuel_jax
 
-from .against_plain import machine
+from .timing import machine
 
 IMPORT = """
 import time, jax
