@@ -1,0 +1,87 @@
+"""The one place that names a Pallas backend.
+
+On GPUs Pallas lowers through Triton, which JAX calls deprecated since 0.11, or through Mosaic, whose
+``pallas_call`` has changed its meaning between versions.  A kernel says what to compute and this says
+how to launch it.  When JAX drops Triton, :func:`unavailable` says so, every kernel refuses with that
+sentence, and the ops go on in plain ``jax.numpy``.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+try:
+    from jax.experimental.pallas import triton
+except ImportError:  # pragma: no cover - a JAX to come
+    triton = None
+
+WARP = 32  # threads
+LIMIT = 2**31  # elements: offsets into an array are counted in 32 bits
+
+
+def unavailable(*arrays: Any) -> str | None:
+    """Why no kernel can be launched on such arrays, or None."""
+    if triton is None:
+        return f"JAX {jax.__version__} has no Triton backend for Pallas"
+    for x in arrays:
+        if x is not None and x.dtype == jnp.float64:
+            return "float64 is left to XLA"
+        if x is not None and x.size == 0:
+            return "there is nothing to compute"
+        if x is not None and x.size >= LIMIT:
+            return "2³¹ elements and more are left to XLA"
+    return None
+
+
+def launch(
+    kernel: Callable[..., None],
+    name: str,
+    *,
+    out: Any,
+    grid: tuple[int, ...],
+    warps: int,
+    interpret: bool,
+) -> Callable[..., Any]:
+    """``kernel`` over a grid of programs that see whole arrays and index them as they like.
+
+    Args:
+        kernel: takes references to the operands, then to the results.
+        name: as profiles show it, after ``fuel_``.
+        out: shape and dtype of the result, or of each of several.
+        grid: number of programs along each axis.
+        warps: groups of 32 threads per program.
+        interpret: run it without a GPU.  Part of the trace, so it is decided by the caller.
+    """
+    assert triton is not None
+    return pl.pallas_call(
+        kernel,
+        out_shape=out,
+        grid=grid,
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=1),
+        interpret=interpret,
+        name=f"fuel_{name}",
+    )
+
+
+def like(x: Any, shape: Sequence[int] | None = None, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    """A result that varies over the mesh axes ``x`` varies over under ``shard_map``."""
+    return jax.ShapeDtypeStruct(
+        tuple(x.shape if shape is None else shape),
+        x.dtype if dtype is None else dtype,
+        manual_axis_type=jax.typeof(x).manual_axis_type,
+    )
+
+
+def read(ref: Any, at: tuple[Any, ...], mask: Any = None, other: float | None = None) -> jax.Array:
+    """The block at some indices, in float32; ``other`` where the mask is not set."""
+    assert triton is not None
+    return triton.load(ref.at[at], mask=mask, other=other).astype(jnp.float32)
+
+
+def write(ref: Any, at: tuple[Any, ...], value: jax.Array, mask: Any = None) -> None:
+    """The block, rounded to the dtype of what it is written to."""
+    assert triton is not None
+    triton.store(ref.at[at], value.astype(ref.dtype), mask=mask)

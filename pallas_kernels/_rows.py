@@ -1,0 +1,152 @@
+"""One result per row of a matrix and element: what softmax and the norms have in common.
+
+They read a row, reduce it to a few numbers, and compute each element of the result from those and
+the elements of the row.  ``RowMaths`` says both, for a block of rows in registers:
+
+    one pass     a row fits on chip: read it, reduce it, write the result
+    two passes   it does not: reduce it block by block, merging what was found; then read it again,
+                 mostly from the cache, and write
+
+grid      ceil(rows / rows of a program)
+reads     every operand once, or twice where rows are long        writes   the result once
+bound by  memory
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ._launch import WARP, launch, like, read, unavailable, write
+
+Block = jax.Array  # f32[rows, columns]
+Found = tuple[jax.Array, ...]  # each f32[rows, 1]
+
+ON_CHIP = 2**15  # elements of a program's rows, over all operands, that stay in registers
+SMALL = 2**11  # elements that a program reads at least, if there are as many
+EACH = 32  # elements of a thread
+
+
+class RowMaths(NamedTuple):
+    """What a row is reduced to, and the result."""
+
+    name: str
+    fill: float
+    """Stands in for the elements after the end of a row."""
+    reduce: Callable[..., Found]
+    """``(*blocks, count, inside)``: what is found in a block; ``count`` of its columns are inside."""
+    merge: Callable[..., Found]
+    """``(found, count, found, count)``: what is found in two blocks together."""
+    result: Callable[..., Block]
+    """``(found, *blocks, n)`` for rows of n elements."""
+
+
+class Blocks(NamedTuple):
+    """How rows are cut: of a program, its columns at a time, and warps."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+def blocks(rows: int, n: int, operands: int) -> Blocks:
+    """Rows whole while they fit on chip; several at a time while they are short."""
+    columns = pl.next_power_of_2(n)
+    if columns * operands > ON_CHIP:
+        columns = ON_CHIP // 4 // operands
+    together = min(pl.next_power_of_2(rows), max(1, SMALL // columns))
+    warps = together * columns // (WARP * EACH // operands)
+    return Blocks(together, columns, min(max(warps, 1), 32))
+
+
+def refuses(*arrays: Any, **params: Any) -> str | None:
+    """Why these kernels cannot serve the arrays, or None."""
+    return unavailable(*arrays)
+
+
+def kernel(*refs: Any, maths: RowMaths, cut: Blocks, params: dict[str, Any]) -> None:
+    """The rows of one program."""
+    *operands, y_ref = refs
+    rows, n = y_ref.shape
+    row = (pl.program_id(0) * cut.rows + counted(cut.rows))[:, None]
+    columns = counted(cut.columns)[None, :]
+    full, rest = divmod(n, cut.columns)
+
+    def at(j, count):
+        """Where block j stands, and the mask of what is in it: None if all is."""
+        column = j * cut.columns + columns
+        masks = [row < rows] * (rows % cut.rows > 0) + [column < n] * (count < cut.columns)
+        mask = functools.reduce(jnp.logical_and, masks) if masks else None
+        shape = (cut.rows, cut.columns)
+        return (row, column), None if mask is None else jnp.broadcast_to(mask, shape)
+
+    def load(j, count):
+        index, mask = at(j, count)
+        fill = None if mask is None else maths.fill
+        return [read(ref, index, mask, fill) for ref in operands]
+
+    def found(j, count):
+        within = columns < count if count < cut.columns else None
+        return maths.reduce(*load(j, count), count=count, inside=within)
+
+    def store(j, count, numbers, tiles):
+        index, mask = at(j, count)
+        write(y_ref, index, maths.result(numbers, *tiles, n=n, **params), mask)
+
+    if full + (rest > 0) == 1:
+        tiles = load(0, n)
+        within = columns < n if rest else None
+        store(0, n, maths.reduce(*tiles, count=n, inside=within), tiles)
+        return
+
+    def step(j, numbers):
+        seen = j * cut.columns
+        return maths.merge(numbers, seen, found(j, cut.columns), cut.columns)
+
+    numbers = lax.fori_loop(np.int32(1), np.int32(full), step, found(0, cut.columns))
+    if rest:
+        numbers = maths.merge(numbers, full * cut.columns, found(full, rest), rest)
+        store(full, rest, numbers, load(full, rest))
+    # Backwards: what was read last is in the cache still.
+    again = lambda i: store(i, cut.columns, numbers, load(i, cut.columns))
+    lax.fori_loop(np.int32(0), np.int32(full), lambda i, _: again(full - 1 - i), None)
+
+
+def by_rows(
+    maths: RowMaths, *arrays: jax.Array, interpret: bool, cut: Blocks | None = None, **params: Any
+) -> jax.Array:
+    """The result for arrays ``[..., n]`` of one shape and dtype."""
+    shape = arrays[0].shape
+    n, rows = shape[-1], math.prod(shape[:-1])
+    cut = cut or blocks(rows, n, len(arrays))
+    flat = [x.reshape(rows, n) for x in arrays]
+    y = launch(
+        functools.partial(kernel, maths=maths, cut=cut, params=params),
+        maths.name,
+        out=like(flat[0]),
+        grid=(pl.cdiv(rows, cut.rows),),
+        warps=cut.warps,
+        interpret=interpret,
+    )(*flat)
+    return y.reshape(shape)
+
+
+def counted(n: int) -> jax.Array:
+    """0 … n − 1 in 32 bits, also where JAX counts in 64."""
+    return jnp.arange(n, dtype=jnp.int32)
+
+
+def total(x: Block) -> jax.Array:
+    """Sum over each row."""
+    return jnp.sum(x, axis=1, keepdims=True)
+
+
+def added(a: Found, _: Any, b: Found, __: Any) -> Found:
+    """What is found in two blocks, where that is sums."""
+    return tuple(x + y for x, y in zip(a, b, strict=True))

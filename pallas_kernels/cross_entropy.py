@@ -1,0 +1,194 @@
+"""Cross entropy of rows of logits, and its gradient.
+
+row_losses
+    grid      rows
+    reads     the logits once                          writes   two numbers a row
+gradient
+    grid      rows × blocks of columns; float32: rows
+    reads     the logits once; float32: twice, the second time from the cache where a row fits
+    writes    the gradient once
+bound by  memory
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ._launch import launch, like, read, unavailable, write
+from ._rows import counted
+
+LEAST = float(np.finfo(np.float32).min)
+
+
+class Tile(NamedTuple):
+    """What a program reads at a time: columns in ``high`` lines of ``wide``, by some warps."""
+
+    high: int
+    wide: int
+    warps: int
+
+    @property
+    def size(self) -> int:
+        """Columns."""
+        return self.high * self.wide
+
+    def columns(self) -> jax.Array:
+        """Their numbers, ``[high, wide]``."""
+        return counted(self.high)[:, None] * self.wide + counted(self.wide)[None, :]
+
+
+LOSSES = Tile(4, 2048, 8)
+GRADIENT = Tile(1, 4096, 8)
+
+
+def refuses(logits: Any, *rest: Any, **params: Any) -> str | None:
+    """Why these kernels cannot serve the logits, or None."""
+    return unavailable(logits)
+
+
+# -- loss ----------------------------------------------------------------------------------
+
+
+def losses_kernel(x_ref, label_ref, loss_ref, lse_ref, *, tile: Tile) -> None:
+    """One row: its maximum and Σ exp(x − maximum), each lane for itself, and then together."""
+    row, v = pl.program_id(0), x_ref.shape[1]
+    full, rest = divmod(v, tile.size)
+
+    def step(j, found, masked=False):
+        m, s = found
+        column = j * tile.size + tile.columns()
+        mask, other = (column < v, -jnp.inf) if masked else (None, None)
+        x = read(x_ref, (row, column), mask, other)
+        top = jnp.maximum(m, jnp.max(x, axis=0))
+        return top, s * jnp.exp(m - top) + jnp.sum(jnp.exp(x - top[None, :]), axis=0)
+
+    # From the least finite number: the sum over a row of −inf is then 0, and its logarithm −inf.
+    found = jnp.full(tile.wide, LEAST, jnp.float32), jnp.zeros(tile.wide, jnp.float32)
+    found = lax.fori_loop(np.int32(0), np.int32(full), step, found)
+    m, s = step(full, found, masked=True) if rest else found
+    top = jnp.max(m)
+    log_sum = jnp.log(jnp.sum(s * jnp.exp(m - top)))
+    picked = x_ref[row, jnp.maximum(label_ref[row], 0)].astype(jnp.float32)
+    # Differences of logits first: ln Σ exp is rounded, by 4e-6 where it is 100.
+    loss_ref[row] = log_sum + (top - picked)
+    lse_ref[row] = log_sum + top
+
+
+def row_losses(
+    logits: jax.Array, label: jax.Array, *, interpret: bool = False, tile: Tile = LOSSES
+) -> tuple[jax.Array, jax.Array]:
+    """−ln p of the label, and ln Σ exp, over the last axis, in float32.
+
+    Args:
+        logits: ``[*rows, v]``.
+        label: int32 ``[*rows]`` in [0, v); what it says of a negative one means nothing.
+        interpret: run without a GPU.
+        tile: what a program reads at a time.
+    """
+    count, v = label.size, logits.shape[-1]
+    out = like(logits, (count,), jnp.float32)
+    run = launch(
+        functools.partial(losses_kernel, tile=tile),
+        "cross_entropy",
+        out=(out, out),
+        grid=(count,),
+        warps=tile.warps,
+        interpret=interpret,
+    )
+    loss, lse = run(logits.reshape(count, v), label.reshape(count))
+    return loss.reshape(label.shape), lse.reshape(label.shape)
+
+
+# -- gradient ------------------------------------------------------------------------------
+
+
+def exponentials(x: jax.Array, lse: jax.Array) -> jax.Array:
+    """exp(x − lse), of −inf as of the least finite number: NaN where lse is −inf, too."""
+    return jnp.exp(jnp.maximum(x, LEAST) - lse)
+
+
+def gradient_kernel(x_ref, label_ref, lse_ref, weight_ref, g_ref, dx_ref, *, tile: Tile) -> None:
+    """One block of a row of  weight · p − g · onehot."""
+    row, v = pl.program_id(0), x_ref.shape[1]
+    column = pl.program_id(1) * tile.size + counted(tile.size)
+    mask = column < v if v % tile.size else None
+    x = read(x_ref, (row, column), mask, None if mask is None else 0.0)
+    p = exponentials(x, lse_ref[row])
+    store_gradient(dx_ref, row, column, mask, p, label_ref, weight_ref[row], g_ref[row])
+
+
+def exact_gradient_kernel(
+    x_ref, label_ref, lse_ref, weight_ref, g_ref, dx_ref, *, tile: Tile
+) -> None:
+    """One row, p divided by its sum.  That is 1 but for the rounding of lse, up to 4e-6 at 100."""
+    row, v = pl.program_id(0), x_ref.shape[1]
+    blocks = pl.cdiv(v, tile.size)
+
+    def block(j):
+        column = j * tile.size + counted(tile.size)
+        mask = column < v
+        return column, mask, read(x_ref, (row, column), mask, -jnp.inf)
+
+    def add(j, s):
+        _, mask, x = block(j)
+        return s + jnp.where(mask, exponentials(x, lse_ref[row]), 0)
+
+    def store(i, _):
+        column, mask, x = block(blocks - 1 - i)  # what was read last is in the cache still
+        p = exponentials(x, lse_ref[row])
+        store_gradient(dx_ref, row, column, mask, p, label_ref, weight, g_ref[row])
+
+    first, last = np.int32(0), np.int32(blocks)
+    s = jnp.sum(lax.fori_loop(first, last, add, jnp.zeros(tile.size, jnp.float32)))
+    weight = weight_ref[row] / s
+    lax.fori_loop(first, last, store, None)
+
+
+def store_gradient(dx_ref, row, column, mask, p, label_ref, weight, g) -> None:
+    """Write a block; zeros where the row does not count, whatever its logits."""
+    d = p * weight - jnp.where(column == label_ref[row], g, 0)
+    write(dx_ref, (row, column), jnp.where((weight == 0) & (g == 0), 0, d), mask)
+
+
+def gradient(
+    logits: jax.Array,
+    label: jax.Array,
+    lse: jax.Array,
+    weight: jax.Array,
+    g: jax.Array,
+    *,
+    interpret: bool = False,
+    tile: Tile = GRADIENT,
+) -> jax.Array:
+    """weight · softmax(logits) − g · onehot(label), like the logits.
+
+    A row whose weight and g are 0 is 0, whatever its logits.
+
+    Args:
+        logits: ``[*rows, v]``.
+        label: int32 ``[*rows]``; a negative one is no class.
+        lse: ln Σ exp of each row, ``[*rows]`` in float32.
+        weight: of the softmax, like ``lse``.
+        g: of the label, like ``lse``.
+        interpret: run without a GPU.
+        tile: what a program reads at a time.
+    """
+    *_, v = logits.shape
+    count = math.prod(label.shape)
+    exact = logits.dtype == jnp.float32
+    kernel = exact_gradient_kernel if exact else gradient_kernel
+    dx = launch(
+        functools.partial(kernel, tile=tile),
+        "cross_entropy_backward",
+        out=like(logits, (count, v)),
+        grid=(count,) if exact else (count, pl.cdiv(v, tile.size)),
+        warps=tile.warps,
+        interpret=interpret,
+    )(logits.reshape(count, v), *(x.reshape(count) for x in (label, lse, weight, g)))
+    return dx.reshape(logits.shape)

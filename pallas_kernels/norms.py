@@ -1,0 +1,117 @@
+"""RMS norm, layer norm and their backwards over the last axis.  Grid, reads and writes: ``_rows.py``."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._rows import Block, Found, RowMaths, added, by_rows, refuses as refuses, total
+
+
+class Mean(NamedTuple):
+    """The mean of a row, and what was lost when it was rounded: at 10⁴ that is up to 5·10⁻⁴."""
+
+    rounded: jax.Array
+    left: jax.Array
+
+
+def about_mean(x: Block, count: int, inside: Any) -> tuple[Mean, Block]:
+    """The mean of each row, and the distance of its elements from it; 0 after its end."""
+    kept = lambda d: d if inside is None else jnp.where(inside, d, 0)
+    rounded = total(x) / count
+    centred = kept(x - rounded)
+    left = total(centred) / count
+    return Mean(rounded, left), kept(centred - left)
+
+
+def of_both(a: Mean, seen: Any, b: Mean, count: int) -> tuple[Mean, jax.Array, jax.Array]:
+    """The mean of two blocks, how far apart theirs are, and the weight of that distance squared."""
+    share = count / jnp.asarray(seen + count, jnp.float32)
+    apart = (b.rounded - a.rounded) + (b.left - a.left)
+    step = apart * share
+    mean = a.rounded + step
+    moved = mean - a.rounded
+    lost = (a.rounded - (mean - moved)) + (step - moved)  # of the sum (Knuth 1969, 4.2.2)
+    return Mean(mean, a.left + lost), apart, jnp.asarray(seen, jnp.float32) * share
+
+
+def moments(x: Block, *, count: int, inside: Any) -> Found:
+    """Mean, and Σ (x − mean)²."""
+    mean, d = about_mean(x, count, inside)
+    return *mean, total(d * d)
+
+
+def moments_together(a: Found, seen: Any, b: Found, count: int) -> Found:
+    """The same of two blocks.  (Chan, Golub & LeVeque 1983, eq. 2.1.)"""
+    mean, apart, weight = of_both(Mean(*a[:2]), seen, Mean(*b[:2]), count)
+    return *mean, a[2] + b[2] + apart * apart * weight
+
+
+def co_moments(x: Block, g: Block, *, count: int, inside: Any) -> Found:
+    """Mean of x, mean of g, Σ (x − mean)², and Σ (x − mean)·(g − mean)."""
+    (mean, d), (mean_g, d_g) = about_mean(x, count, inside), about_mean(g, count, inside)
+    return *mean, *mean_g, total(d * d), total(d * d_g)
+
+
+def co_moments_together(a: Found, seen: Any, b: Found, count: int) -> Found:
+    """The same of two blocks."""
+    mean, apart, weight = of_both(Mean(*a[:2]), seen, Mean(*b[:2]), count)
+    mean_g, apart_g, _ = of_both(Mean(*a[2:4]), seen, Mean(*b[2:4]), count)
+    squares = a[4] + b[4] + apart * apart * weight
+    return *mean, *mean_g, squares, a[5] + b[5] + apart * apart_g * weight
+
+
+def rms_result(found: Found, x: Block, *, n: int, eps: float) -> Block:
+    """x / √(mean(x²) + eps)."""
+    return x * lax.rsqrt(found[0] / n + eps)
+
+
+def rms_gradient(found: Found, x: Block, g: Block, *, n: int, eps: float) -> Block:
+    """r · (g − x · r² · mean(x·g))."""
+    r = lax.rsqrt(found[0] / n + eps)
+    return r * (g - x * (r * r * (found[1] / n)))
+
+
+def layer_result(found: Found, x: Block, *, n: int, eps: float) -> Block:
+    """(x − mean) / √(variance + eps)."""
+    mean, left, squares = found
+    return ((x - mean) - left) * lax.rsqrt(squares / n + eps)
+
+
+def layer_gradient(found: Found, x: Block, g: Block, *, n: int, eps: float) -> Block:
+    """r · (g − mean(g) − (x − mean) · r² · mean((x − mean)·g))."""
+    mean, left, mean_g, left_g, squares, products = found
+    r = lax.rsqrt(squares / n + eps)
+    d, d_g = (x - mean) - left, (g - mean_g) - left_g
+    return r * (d_g - d * (r * r * (products / n)))
+
+
+RMS = RowMaths("rms_norm", 0.0, lambda x, **_: (total(x * x),), added, rms_result)
+RMS_BACKWARD = RowMaths(
+    "rms_norm_backward", 0.0, lambda x, g, **_: (total(x * x), total(x * g)), added, rms_gradient
+)
+LAYER = RowMaths("layer_norm", 0.0, moments, moments_together, layer_result)
+LAYER_BACKWARD = RowMaths(
+    "layer_norm_backward", 0.0, co_moments, co_moments_together, layer_gradient
+)
+
+
+def rms_norm(x: jax.Array, *, eps: float, interpret: bool = False) -> jax.Array:
+    """RMS norm of ``x[..., n]``."""
+    return by_rows(RMS, x, eps=eps, interpret=interpret)
+
+
+def rms_norm_backward(x, upstream, *, eps: float, interpret: bool = False) -> jax.Array:
+    """Its gradient."""
+    return by_rows(RMS_BACKWARD, x, upstream, eps=eps, interpret=interpret)
+
+
+def layer_norm(x: jax.Array, *, eps: float, interpret: bool = False) -> jax.Array:
+    """Layer norm of ``x[..., n]``."""
+    return by_rows(LAYER, x, eps=eps, interpret=interpret)
+
+
+def layer_norm_backward(x, upstream, *, eps: float, interpret: bool = False) -> jax.Array:
+    """Its gradient."""
+    return by_rows(LAYER_BACKWARD, x, upstream, eps=eps, interpret=interpret)
