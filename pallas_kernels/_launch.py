@@ -1,9 +1,9 @@
 """The one place that names a Pallas backend.
 
-On GPUs Pallas lowers through Triton, which JAX calls deprecated since 0.11, or through Mosaic, whose
-``pallas_call`` has changed its meaning between versions.  A kernel says what to compute and this says
-how to launch it.  When JAX drops Triton, :func:`unavailable` says so, every kernel refuses with that
-sentence, and the ops go on in plain ``jax.numpy``.
+On GPUs Pallas lowers through Triton, which JAX calls deprecated since 0.11, or through Mosaic,
+whose ``pallas_call`` has changed its meaning between versions.  A kernel says what to compute and
+this says how to launch it.  When JAX drops Triton, :func:`unavailable` says so, every kernel
+refuses with that sentence, and the ops go on in plain ``jax.numpy``.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +19,8 @@ except ImportError:  # pragma: no cover - a JAX to come
     triton = None
 
 WARP = 32  # threads
+LOG2_E = 1.4426950408889634
+INTERPRETED = jax.make_user_context(False)  # what :func:`launch` was told, for those below
 LIMIT = 2**31  # elements: offsets into an array are counted in 32 bits
 
 
@@ -56,8 +58,13 @@ def launch(
         interpret: run it without a GPU.  Part of the trace, so it is decided by the caller.
     """
     assert triton is not None
+
+    def traced(*refs: Any) -> None:
+        with INTERPRETED(interpret):
+            kernel(*refs)
+
     return pl.pallas_call(
-        kernel,
+        traced,
         out_shape=out,
         grid=grid,
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=1),
@@ -85,3 +92,22 @@ def write(ref: Any, at: tuple[Any, ...], value: jax.Array, mask: Any = None) -> 
     """The block, rounded to the dtype of what it is written to."""
     assert triton is not None
     triton.store(ref.at[at], value.astype(ref.dtype), mask=mask)
+
+
+def exp(x: jax.Array) -> jax.Array:
+    """eˣ in float32 by the chip's 2ˣ, right to 2 units in the last place; 0 below 2⁻¹²⁶.
+
+    XLA's Triton calls a routine that minds subnormal results: measured on an H200, the log-sum-exp
+    of rows takes 1.25 times as long with it, a softmax 1.03 times.
+    """
+    if INTERPRETED.value:
+        return jnp.exp(x)
+    assert triton is not None
+    (y,) = triton.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;",
+        args=[x * LOG2_E],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+    )
+    return y

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ._launch import launch, like, read, unavailable, write
+from ._launch import exp, launch, like, read, unavailable, write
 from ._rows import counted
 
 LEAST = float(np.finfo(np.float32).min)
@@ -60,20 +60,28 @@ def losses_kernel(x_ref, label_ref, loss_ref, lse_ref, *, tile: Tile) -> None:
     row, v = pl.program_id(0), x_ref.shape[1]
     full, rest = divmod(v, tile.size)
 
-    def step(j, found, masked=False):
-        m, s = found
+    def load(j, masked=False):
         column = j * tile.size + tile.columns()
         mask, other = (column < v, -jnp.inf) if masked else (None, None)
-        x = read(x_ref, (row, column), mask, other)
+        return read(x_ref, (row, column), mask, other)
+
+    def add(x, m, s):
         top = jnp.maximum(m, jnp.max(x, axis=0))
-        return top, s * jnp.exp(m - top) + jnp.sum(jnp.exp(x - top[None, :]), axis=0)
+        return top, s * exp(m - top) + jnp.sum(exp(x - top[None, :]), axis=0)
+
+    def step(j, carry):
+        x, *found = carry
+        return load(j), *add(x, *found)  # the next block is on its way while this one is summed
 
     # From the least finite number: the sum over a row of −inf is then 0, and its logarithm −inf.
-    found = jnp.full(tile.wide, LEAST, jnp.float32), jnp.zeros(tile.wide, jnp.float32)
-    found = lax.fori_loop(np.int32(0), np.int32(full), step, found)
-    m, s = step(full, found, masked=True) if rest else found
+    m, s = jnp.full(tile.wide, LEAST, jnp.float32), jnp.zeros(tile.wide, jnp.float32)
+    if full:
+        x, m, s = lax.fori_loop(np.int32(1), np.int32(full), step, (load(0), m, s))
+        m, s = add(x, m, s)
+    if rest:
+        m, s = add(load(full, masked=True), m, s)
     top = jnp.max(m)
-    log_sum = jnp.log(jnp.sum(s * jnp.exp(m - top)))
+    log_sum = jnp.log(jnp.sum(s * exp(m - top)))
     picked = x_ref[row, jnp.maximum(label_ref[row], 0)].astype(jnp.float32)
     # Differences of logits first: ln Σ exp is rounded, by 4e-6 where it is 100.
     loss_ref[row] = log_sum + (top - picked)
@@ -110,7 +118,7 @@ def row_losses(
 
 def exponentials(x: jax.Array, lse: jax.Array) -> jax.Array:
     """exp(x − lse), of −inf as of the least finite number: NaN where lse is −inf, too."""
-    return jnp.exp(jnp.maximum(x, LEAST) - lse)
+    return exp(jnp.maximum(x, LEAST) - lse)
 
 
 def gradient_kernel(x_ref, label_ref, lse_ref, weight_ref, g_ref, dx_ref, *, tile: Tile) -> None:

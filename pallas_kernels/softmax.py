@@ -1,4 +1,4 @@
-"""Softmax, log-softmax and their backwards over the last axis.  Grid, reads and writes: ``_rows.py``."""
+"""Softmax, log-softmax and their backwards; ``_rows.py`` has grid, reads and writes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,12 +6,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._rows import Block, Found, RowMaths, added, by_rows, refuses as refuses, total
+from ._launch import exp
+from ._rows import (
+    Block,
+    Found,
+    RowMaths,
+    added,
+    are_few,
+    by_rows,
+    is_long,
+    is_short,
+    is_unaligned,
+    refuses as refuses,
+    total,
+)
 
 
 def below(x: jax.Array, m: jax.Array) -> jax.Array:
     """exp(x − m); a maximum of −inf counts as 0, so that blocks of nothing else add nothing."""
-    return jnp.exp(x - jnp.where(m == -jnp.inf, 0, m))
+    return exp(x - jnp.where(m == -jnp.inf, 0, m))
 
 
 def exponentials(x: Block, *, count: int, inside: Any) -> Found:
@@ -54,7 +67,7 @@ LOG_SOFTMAX_BACKWARD = RowMaths(
     0.0,
     lambda y, g, **_: (total(g),),
     added,
-    lambda found, y, g, *, n: g - jnp.exp(y) * found[0],
+    lambda found, y, g, *, n: g - exp(y) * found[0],
 )
 
 
@@ -69,3 +82,15 @@ def of(maths: RowMaths) -> Callable[..., jax.Array]:
 
 softmax, log_softmax = of(SOFTMAX), of(LOG_SOFTMAX)
 softmax_backward, log_softmax_backward = of(SOFTMAX_BACKWARD), of(LOG_SOFTMAX_BACKWARD)
+
+
+def declines(x: Any) -> str | None:
+    """Where XLA's softmax is as fast."""
+    return is_short(x, 512) or is_unaligned(x) or are_few(x, 1)
+
+
+def declines_backward(y: Any, g: Any) -> str | None:
+    """Where XLA's gradient is as fast."""
+    if is_long(y, 2):
+        return "a row and its cotangent do not fit on chip, and XLA reads them twice as well"
+    return is_unaligned(y) if y.size // y.shape[-1] < 64 else None

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import cross_entropy as kernels
+
 from .._op import Precision
 from ..numerics import uncontracted, wide
 from ..op_kind import FusedOps, OpKind
@@ -81,6 +83,22 @@ def row_losses(logits: Array, label: Array) -> tuple[Array, Array]:
     return log_sum + (m - picked), log_sum + m
 
 
+def of_rows(logits, targets, lse, upstream, dlse, *, reduction, ignore_index):
+    """Each row's label, the weights of p and of the label in its gradient, and whether that is 0.
+
+    A row that is ignored may hold anything, and then its gradient is 0 all the same.
+    """
+    kept, label = classes(targets, logits.shape[-1], ignore_index)
+    g = upstream.astype(lse.dtype)
+    if reduction == "mean":
+        g = g / averaged(kept).astype(g.dtype)
+    g = jnp.where(kept, g * poison(kept, label, g.dtype), 0)
+    weight, unused = g, ~kept & ~jnp.isfinite(lse)
+    if dlse is not None:
+        weight, unused = weight + dlse, unused & (dlse == 0)
+    return label, weight, g, unused
+
+
 @fused_op(family="Backward", precision=PRECISION, outputs=("dlogits",), matchable=False)
 def fused_softmax_cross_entropy_backward(
     logits: Floats[Array, "*rows v"],
@@ -108,14 +126,9 @@ def fused_softmax_cross_entropy_backward(
     Returns:
         The cotangent of ``logits``, like them: 0 in ignored rows, NaN where a target is no class.
     """
-    kept, label = classes(targets, logits.shape[-1], ignore_index)
-    g = upstream.astype(lse.dtype)
-    if reduction == "mean":
-        g = g / averaged(kept).astype(g.dtype)
-    g = jnp.where(kept, g * poison(kept, label, g.dtype), 0)
-    weight, unused = g, ~kept & ~jnp.isfinite(lse)
-    if dlse is not None:
-        weight, unused = weight + dlse, unused & (dlse == 0)
+    label, weight, g, unused = of_rows(
+        logits, targets, lse, upstream, dlse, reduction=reduction, ignore_index=ignore_index
+    )
     v = wide(logits)
     # As uncontracted does, in other words: XLA would compute those once for forward and backward,
     # and keep the array in between.
@@ -125,7 +138,6 @@ def fused_softmax_cross_entropy_backward(
     p = e * (weight / jnp.sum(e, -1))[..., None]
     here = jnp.arange(logits.shape[-1], dtype=jnp.int32) == label[..., None]
     d = jnp.where(here, p - g[..., None], p)
-    # An ignored row may hold anything.
     return jnp.where(unused[..., None], 0, d).astype(logits.dtype)
 
 
@@ -215,6 +227,30 @@ def by_rows(logits, targets, *, reduction, ignore_index, return_lse):
         return jax.tree.map(lambda y: y.reshape(label.shape), found)
 
     return reduced(rows, logits, targets, reduction, ignore_index, return_lse)
+
+
+# -- on NVIDIA GPUs ------------------------------------------------------------------------
+
+on_cuda: dict[str, Any] = {"platforms": ("cuda",), "refuses": kernels.refuses}
+
+
+@fused_softmax_cross_entropy.kernel("triton", **on_cuda)
+def by_triton(logits, targets, *, reduction, ignore_index, return_lse, interpret=False):
+    """Maximum and sum in one pass over the logits."""
+    rows = functools.partial(kernels.row_losses, interpret=interpret)
+    return reduced(rows, logits, targets, reduction, ignore_index, return_lse)
+
+
+@fused_softmax_cross_entropy_backward.kernel("triton", **on_cuda)
+def backward_by_triton(
+    logits, targets, lse, upstream, dlse, *, reduction, ignore_index, interpret=False
+):
+    """One pass over the logits, or two where they are float32."""
+    label, weight, g, unused = of_rows(
+        logits, targets, lse, upstream, dlse, reduction=reduction, ignore_index=ignore_index
+    )
+    weight = jnp.where(unused, 0, jnp.where(jnp.isfinite(lse), weight, jnp.nan))
+    return kernels.gradient(logits, label, lse, weight, g, interpret=interpret)
 
 
 # -- as people write it --------------------------------------------------------------------

@@ -1,8 +1,12 @@
 """Layer normalisation over the last axis, and its backward."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels import norms as kernels
 
 from .._op import Precision
 from ..numerics import wide
@@ -131,3 +135,12 @@ def in_one_pass(x, *, eps: float, clipped):
     if clipped:
         variance = jnp.maximum(variance, 0)
     return (x - mean) / jnp.sqrt(variance + eps)
+
+
+# -- on NVIDIA GPUs ------------------------------------------------------------------------
+
+cuda: dict[str, Any] = {"platforms": ("cuda",), "refuses": kernels.refuses}
+layer_norm_last_dim.kernel("triton", **cuda, declines=kernels.declines)(kernels.layer_norm)
+layer_norm_last_dim_backward.kernel("triton", **cuda, declines=kernels.declines_backward)(
+    kernels.layer_norm_backward
+)

@@ -1,8 +1,12 @@
 """RMS normalisation over the last axis, and its backward."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels import norms as kernels
 
 from .._op import Precision
 from ..numerics import wide
@@ -101,3 +105,12 @@ def rms_norm_last_dim(
 def over_root_mean_square(x, *, eps: float):
     """``x / √(mean(x²) + eps)``; the gain, and whatever is cast in between, stays outside."""
     return x / jnp.sqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + eps)
+
+
+# -- on NVIDIA GPUs ------------------------------------------------------------------------
+
+cuda: dict[str, Any] = {"platforms": ("cuda",), "refuses": kernels.refuses}
+rms_norm_last_dim.kernel("triton", **cuda, declines=kernels.declines)(kernels.rms_norm)
+rms_norm_last_dim_backward.kernel("triton", **cuda, declines=kernels.declines_backward)(
+    kernels.rms_norm_backward
+)

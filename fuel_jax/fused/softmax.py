@@ -1,7 +1,11 @@
 """Softmax and log-softmax over the last axis, and their backwards."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels import softmax as kernels
 
 from .._op import Precision
 from ..numerics import exp_below_max, uncontracted, wide
@@ -167,3 +171,16 @@ def shifted(x):
 def less_logsumexp(x):
     """``x − logsumexp(x)``."""
     return x - jax.nn.logsumexp(x, -1, keepdims=True)
+
+
+# -- on NVIDIA GPUs ------------------------------------------------------------------------
+
+cuda: dict[str, Any] = {"platforms": ("cuda",), "refuses": kernels.refuses}
+softmax_last_dim.kernel("triton", **cuda, declines=kernels.declines)(kernels.softmax)
+softmax_last_dim_backward.kernel("triton", **cuda, declines=kernels.declines_backward)(
+    kernels.softmax_backward
+)
+log_softmax_last_dim.kernel("triton", **cuda, declines=kernels.declines)(kernels.log_softmax)
+log_softmax_last_dim_backward.kernel("triton", **cuda, declines=kernels.declines_backward)(
+    kernels.log_softmax_backward
+)
