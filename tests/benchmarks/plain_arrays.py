@@ -105,7 +105,10 @@ INDEXED: dict[str, Row] = {
     "index_add": Row(lambda x, i, s, *, dim: x.at[i].add(s), ADDS, torch=1.0),
     "scatter_add": Row(lambda x, i, s, *, dim: x.at[i, jnp.arange(x.shape[1])].add(s), POINT_ADDS),
     "nonzero_indices": Row(
-        lambda x: (jnp.flatnonzero(x, size=x.size, fill_value=x.size), jnp.count_nonzero(x)),
+        lambda x: (
+            jnp.flatnonzero(x, size=x.size, fill_value=x.size),
+            jnp.count_nonzero(x, keepdims=True),
+        ),
         calls("u32<2 65536", "u32<2 1000", "u32<50 1048576"),
     ),
     "write_slice": Row(

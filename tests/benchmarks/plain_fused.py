@@ -55,8 +55,9 @@ def paged(q, k_cache, v_cache, table, lengths, **params):
     group = q.shape[1] // k.shape[1]
     k, v = (jnp.repeat(x, group, 1) for x in (k, v))
     s = jnp.einsum("bhqd,bhkd->bhqk", q, k) * q.shape[-1] ** -0.5
-    seen = jnp.arange(k.shape[2]) < lengths[:, None].astype(jnp.int32)
-    s = jnp.where(seen[:, None, None], s, -jnp.inf)
+    ends = lengths.astype(jnp.int32)[:, None] - jnp.arange(q.shape[2])[::-1]  # of each query
+    seen = jnp.arange(k.shape[2]) < ends[..., None]
+    s = jnp.where(seen[:, None], s, -jnp.inf)
     return jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(s, -1), v)
 
 

@@ -66,7 +66,7 @@ def awq(m, k, n):
     """A call of awq_matmul."""
     groups = k // 128
     arrays = [f"f32 {m} {k}", f"u32 {n} {k // 8}", f"u32 {n} {-(-groups // 8)}"]
-    return [*arrays, f"f16+ {n} {groups}"], {"group_size": 128}
+    return [*arrays, f"f16+ {n} {-(-groups // 8) * 8}"], {"group_size": 128}
 
 
 DECODE = [(1, 4096, 14336), (1, 4096, 4096)]

@@ -50,9 +50,10 @@ def attention(q, k, v, *, causal=False):
 
 def paged(q, k_cache, v_cache, table, lengths):
     k, v = (c[table].flatten(1, 2).transpose(1, 2) for c in (k_cache, v_cache))
-    seen = torch.arange(k.shape[2]) < lengths[:, None]
+    ends = lengths[:, None] - torch.arange(q.shape[2]).flip(0)
+    seen = torch.arange(k.shape[2]) < ends[..., None]
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=seen[:, None, None], enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=seen[:, None], enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
@@ -174,8 +175,8 @@ TORCH: dict[str, Any] = {
 # of float32 weights [n, k], which is what the quantised one replaces.
 DENSE = frozenset({"qmatmul", "nf4_matmul", "awq_matmul"})
 
-# Autograd keeps no graph through these.
-ONCE = frozenset(op for op in TORCH if op.endswith("_backward"))
+# Autograd keeps no graph through the backward functions, nor through a comparison.
+FORWARD_ONLY = frozenset({"step", *(op for op in TORCH if op.endswith("_backward"))}) | DENSE
 
 
 def tensor(x) -> torch.Tensor:
@@ -192,7 +193,7 @@ def program(case):
     """What runs the case in PyTorch, or None."""
     torch.set_num_threads(os.cpu_count() or 1)
     op = case.label.split()[0]
-    if op not in TORCH or (case.at and op in DENSE | ONCE):
+    if op not in TORCH or (case.at and op in FORWARD_ONLY):
         return None
     f = case.given(TORCH[op])
     tensors = [tensor(x) for x in case.arrays]
