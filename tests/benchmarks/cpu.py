@@ -17,8 +17,8 @@ import jax
 
 from .peak import peaks
 from .plain import ROW
-from .programs import TORCH, Case, Program, cases, compiled, torch_program
-from .timing import append, machine, ratio, taking_turns, timed
+from .programs import Case, Program, cases, compiled, torch_program
+from .timing import TORCH, append, machine, ratio, taking_turns, timed
 
 DIRECTIONS = ("forward", "gradient")
 COMPILE = 2.0  # seconds, promised

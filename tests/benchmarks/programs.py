@@ -4,7 +4,6 @@ A gradient's program returns the value as well, as a training step needs both an
 autograd computes both.
 """
 
-import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -17,11 +16,11 @@ from fuel_jax.fused._gguf_blocks import FORMATS
 from fuel_jax.registry import builtin
 
 from .row import Call, Row, Spelling
+from .timing import TORCH
 
 OPS = {op.name: op for op in builtin()}
 DTYPES = {"f32": "float32", "f16": "float16", "u32": "uint32", "u8": "uint8"}
 HALVES = {"Q4_0": (0,), "Q4K": (0, 2)}  # where a block keeps its scales
-TORCH = importlib.util.find_spec("torch") is not None
 
 
 class Program(NamedTuple):

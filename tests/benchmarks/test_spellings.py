@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from .plain import ROW
-from .programs import TORCH, cases, compiled, torch_program
+from .programs import cases, compiled, torch_program
+from .timing import TORCH
 
 ELSEWHERE = {  # what eager PyTorch is asked for is not what the op returns
     **dict.fromkeys(("qmatmul", "nf4_matmul", "awq_matmul"), "a dense layer of other weights"),

@@ -1,5 +1,7 @@
 """Times of programs that take turns, and what the numbers hold for."""
 
+import importlib.metadata
+import importlib.util
 import itertools
 import json
 import os
@@ -15,6 +17,7 @@ import jax
 SECONDS = 0.6  # spent on each pair of programs
 BURST = 1e-3  # seconds without interruption
 LEAST = 9  # rounds
+TORCH = importlib.util.find_spec("torch") is not None
 
 
 def timed(run: Callable[[], Any], repeats: int = 1) -> float:
@@ -57,6 +60,7 @@ def machine() -> dict[str, Any]:
     return {
         **{"device": jax.devices()[0].device_kind, "cores": os.cpu_count()},
         **{"processor": platform.processor() or platform.machine(), "jax": jax.__version__},
+        **({"torch": importlib.metadata.version("torch")} if TORCH else {}),
         **{"commit": commit, "date": time.strftime("%Y-%m-%d")},
     }
 

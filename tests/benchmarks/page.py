@@ -1,0 +1,92 @@
+"""The tables of docs/performance, written from the rows that were measured.
+
+    python -m tests.benchmarks.page
+
+The latest row of every op, direction and call; what breaks a promise comes first.
+"""
+
+import json
+import pathlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .cpu import brief, misses
+
+HERE = pathlib.Path(__file__).parents[2] / "docs" / "performance"
+Line = dict[str, Any]
+
+
+def read(file: pathlib.Path) -> list[Line]:
+    """The rows, oldest first."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def latest(rows: Iterable[Line], *key: str) -> list[Line]:
+    """The last row of each key, in the order of the keys."""
+    return list({json.dumps([row.get(k) for k in key]): row for row in rows}.values())
+
+
+def table(head: str, rows: Iterable[Iterable[str]]) -> str:
+    """Markdown; every column but the first two is of numbers."""
+    names = head.split("|")
+    lines = [names, [*["---"] * 2, *["--:"] * (len(names) - 2)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def number(x: float | None, form: str = ".2f") -> str:
+    """A cell; empty where nothing was measured."""
+    return "" if x is None else format(x, form)
+
+
+def micros(us: float | None) -> str:
+    """Microseconds, to three digits."""
+    return "" if us is None else f"{us:,.0f}" if us >= 100 else f"{us:.1f}"
+
+
+def machines(rows: list[Line], *keys: str) -> str:
+    """What the numbers hold for, each once."""
+    kinds = latest(rows, *keys)
+    return "\n".join("* " + ", ".join(f"{k} {row[k]}" for k in keys if k in row) for row in kinds)
+
+
+def cpu() -> str:
+    """cpu.md."""
+    rows = [row for row in read(HERE / "cpu.jsonl") if "compile_s" in row]
+    rows = latest(rows, "op", "direction", "arrays", "params")
+    rows.sort(key=lambda row: (not misses(row), row["op"], row["direction"]))
+    missed = sum(bool(misses(row)) for row in rows)
+    mib = lambda row, key: number(row[key] / 2**20, ",.1f")
+    cells = (
+        [
+            *(f"`{row['op']}` {row['direction']}", brief(row)),
+            *(micros(row["us"]), micros(row["plain_us"]), number(row["ratio"])),
+            *(micros(row.get("torch_us")), number(row.get("torch_ratio"))),
+            *(number(row["compile_s"], ".1f"), mib(row, "temp_bytes")),
+            *(mib(row, "plain_temp_bytes"), "; ".join(misses(row))),
+        ]
+        for row in rows
+    )
+    head = "op|call|µs|plain µs|ratio|PyTorch µs|ratio|compile s|temp MiB|plain|missed"
+    return f"""# Measured on a CPU
+
+Written by `python -m tests.benchmarks.page` from `cpu.jsonl`; `tests/benchmarks/cpu.py` says how it
+was measured.  A gradient's row is value and gradient.  Of {len(rows)} rows {len(rows) - missed}
+keep what is promised; those that do not come first.
+
+{machines(rows, "device", "cores", "processor", "jax", "torch", "commit", "date")}
+
+{table(head, cells)}
+"""
+
+
+PAGES: dict[str, Callable[[], str]] = {"cpu.md": cpu}
+
+
+def main() -> None:
+    """Write the pages."""
+    for name, page in PAGES.items():
+        (HERE / name).write_text(page())
+
+
+if __name__ == "__main__":
+    main()
