@@ -1,7 +1,9 @@
-"""Largest and smallest elements: NaN kept, ties counted; and where they stand, in blocks."""
+"""Largest and smallest elements: NaN kept, ties counted; and where they stand."""
 
 import functools
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +13,8 @@ from jax import lax
 from ..numerics import is_float, wide
 from ..types import Array
 
-SLICES = 8  # more gain little in float32, and XLA's code for them is poor in bfloat16
-BLOCK = 64  # about √n for the rows of usual length
+SLICES = 16  # folded at a time: each reads its part of memory in order
+LEAST = 256  # elements of a last axis that are reduced one by one
 
 
 def attained(x: Array, y: Array, axes: tuple[int, ...], largest: bool) -> tuple[Array, Array]:
@@ -36,8 +38,8 @@ def extreme(x: Array, axes: tuple[int, ...], largest: bool) -> Array:
     cotangent with a mask (inf · 0) and divides 0 by 0 where a window is empty.
     """
     plain = lambda x: (lax.reduce_max if largest else lax.reduce_min)(x, axes)
-    if not is_float(x) or not axes:
-        return plain(x)
+    if not axes:
+        return x
     return lax.platform_dependent(x, cpu=lambda x: keeping_nan(x, axes, largest), default=plain)
 
 
@@ -52,21 +54,70 @@ def extreme_jvp(axes, largest, primals, tangents):
 
 
 def keeping_nan(x: Array, axes: tuple[int, ...], largest: bool) -> Array:
-    """The extreme on the CPU, where XLA's reductions lose NaN.
+    """The extreme on the CPU, where XLA's reductions lose NaN, and are slow for integers.
 
-    (``jnp.max`` of more than 4096 elements does, with JAX 0.10 to 0.12.)  The elementwise maximum
-    keeps it: slices of the longest axis are folded with that, and what is left is searched for NaN.
+    (``jnp.max`` loses it with JAX 0.10 to 0.12.)  The elementwise maximum keeps it and is
+    vectorised: an axis is folded, slice onto slice.  What is left of the last one, where slices are
+    short, is reduced together with a flag.  Half types are folded as integers.
     """
-    v = wide(x)
-    axis = max(axes, key=lambda a: x.shape[a])
-    n = x.shape[axis]
-    if n >= SLICES**2:
-        each = math.ceil(n / SLICES)
-        starts = [min(i * each, n - each) for i in range(SLICES)]  # the last ones may overlap
-        slices = [lax.slice_in_dim(v, s, s + each, axis=axis) for s in starts]
-        v = functools.reduce(lax.max if largest else lax.min, slices)
-    y = (lax.reduce_max if largest else lax.reduce_min)(v, axes)
-    return jnp.where(jnp.any(v != v, axes), jnp.nan, y).astype(x.dtype)
+    pick, reduce = (lax.max, lax.reduce_max) if largest else (lax.min, lax.reduce_min)
+    if not x.size:
+        return reduce(x, axes)
+    half = is_float(x) and x.dtype.itemsize == 2
+    v, reduced = merged(ordered(x, largest) if half else x, axes)
+    least = LEAST if is_float(v) else SLICES
+    for axis in reduced:
+        v = folded(v, axis, pick, least if axis == v.ndim - 1 else 1)
+    if v.ndim - 1 in reduced and v.shape[-1] > 1:
+        v = v.reshape(-1, v.shape[-1])
+        v = reduced_with_flag(v, largest) if is_float(v) else reduce(v, (1,))
+    v = v.reshape([n for a, n in enumerate(x.shape) if a not in axes])
+    return unordered(v, x.dtype) if half else v
+
+
+def reduced_with_flag(v: Array, largest: bool) -> Array:
+    """Extremes of rows, and whether they hold NaN."""
+    pick = lax.max if largest else lax.min
+    join = lambda left, right: (pick(left[0], right[0]), left[1] | right[1])
+    start = jnp.asarray(-jnp.inf if largest else jnp.inf, v.dtype), jnp.zeros((), jnp.int32)
+    y, flag = lax.reduce((v, (v != v).astype(jnp.int32)), start, join, (1,))
+    return jnp.where(flag > 0, jnp.nan, y)
+
+
+def ordered(x: Array, largest: bool) -> Array:
+    """Half floats as integers of the same order, NaN beyond the extreme."""
+    bits = lax.bitcast_convert_type(x, jnp.int16)
+    key = bits ^ ((bits >> 15) & 0x7FFF)
+    return jnp.where(x != x, jnp.asarray(0x7FFF if largest else -0x8000, jnp.int16), key)
+
+
+def unordered(key: Array, dtype: Any) -> Array:
+    """The floats that :func:`ordered` made integers of; both its ends are NaN."""
+    return lax.bitcast_convert_type(key ^ ((key >> 15) & 0x7FFF), dtype)
+
+
+def merged(x: Array, axes: Sequence[int]) -> tuple[Array, list[int]]:
+    """x with neighbouring axes made one where all or none of them are reduced; and which are."""
+    shape, reduced = [], []
+    for axis, n in enumerate(x.shape):
+        if n == 1:
+            continue
+        if shape and reduced[-1] == (axis in axes):
+            shape[-1] *= n
+        else:
+            shape.append(n)
+            reduced.append(axis in axes)
+    return x.reshape(shape or (1,)), [i for i, r in enumerate(reduced) if r]
+
+
+def folded(v: Array, axis: int, pick: Callable[[Array, Array], Array], least: int = 1) -> Array:
+    """v, slices of one axis folded onto each other until it is shorter than ``least`` or 1."""
+    while (n := v.shape[axis]) > least:
+        count = min(n, SLICES)
+        each = math.ceil(n / count)
+        starts = [min(i * each, n - each) for i in range(count)]  # the last ones may overlap
+        v = functools.reduce(pick, [lax.slice_in_dim(v, s, s + each, axis=axis) for s in starts])
+    return v
 
 
 def position(x: Array, axis: int, largest: bool) -> Array:
@@ -74,24 +125,25 @@ def position(x: Array, axis: int, largest: bool) -> Array:
     return (lax.argmax if largest else lax.argmin)(x, axis, np.uint32)
 
 
-def position_in_blocks(x: Array, axis: int, largest: bool) -> Array:
-    """:func:`position`, of the first block that attains the extreme, then in that block.
+def position_by_folding(x: Array, axis: int, largest: bool) -> Array:
+    """:func:`position`: the extreme, then the least index of what equals it.
 
-    XLA's search compares element by element on the CPU; its maximum is vectorised.  The last block
-    reaches back where n is no multiple: what it shares with the one before, that one has first.
+    XLA's search compares element by element on the CPU.  Both of these are folds of slices, which
+    are vectorised, and reading x twice costs less.
     """
-    n, inner = x.shape[axis], x.shape[axis + 1 :]
-    full = n // BLOCK
-    head = lax.slice_in_dim(x, 0, full * BLOCK, axis=axis)
-    blocks = head.reshape(*x.shape[:axis], full, BLOCK, *inner)
-    tops = extreme(blocks, (axis + 1,), largest)
-    if n % BLOCK:
-        tail = lax.slice_in_dim(x, n - BLOCK, n, axis=axis)
-        last = lax.expand_dims(extreme(tail, (axis,), largest), (axis,))
-        tops = lax.concatenate([tops, last], axis)
-    block = lax.expand_dims(position(tops, axis, largest).astype(jnp.int32), (axis,))
-    start = jnp.minimum(block * BLOCK, n - BLOCK)
-    within = lax.broadcasted_iota(jnp.int32, (*x.shape[:axis], BLOCK, *inner), axis)
-    candidates = jnp.take_along_axis(x, start + within, axis, mode="promise_in_bounds")
-    found = position(candidates, axis, largest)
-    return lax.squeeze(start, (axis,)).astype(jnp.uint32) + found
+    y = lax.expand_dims(extreme(x, (axis,), largest), (axis,))
+    n = x.shape[axis]
+    count = min(n, SLICES)
+    each = math.ceil(n / count)
+    within = lax.broadcasted_iota(
+        jnp.int32, (*x.shape[:axis], each, *x.shape[axis + 1 :]), axis
+    )
+    found = None
+    for i in range(count):
+        start = min(i * each, n - each)
+        part = lax.slice_in_dim(x, start, start + each, axis=axis)
+        # NaN is the extreme where there is any, and equals nothing.
+        at = jnp.where((part == y) | (part != part), within + start, n)
+        found = at if found is None else lax.min(found, at)
+    found = folded(found, axis, lax.min, SLICES if axis == x.ndim - 1 else 1)
+    return lax.reduce_min(found, (axis,)).astype(jnp.uint32)

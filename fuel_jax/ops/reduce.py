@@ -14,7 +14,7 @@ from ..numerics import lifted, wide, zeros
 from ..op_kind import OpKind
 from ..registry import op
 from ..types import Array, Floats, Numbers
-from ._extremes import BLOCK, extreme, position, position_in_blocks
+from ._extremes import SLICES, extreme, position, position_by_folding
 
 PRECISION = Precision(float32=2e-6)
 Dims = tuple[int, ...] | int | None
@@ -284,26 +284,23 @@ def argmin_dim(x: Numbers[Array, "*shape"], *, dim: int) -> Array:
     return position(x, dim % x.ndim, False)
 
 
-def is_short(x, *, dim: int) -> str | None:
-    """Not even a block."""
-    return None if x.shape[dim] >= BLOCK else f"axis {dim} has fewer than {BLOCK} elements"
-
-
 def is_soon_searched(x, *, dim: int) -> str | None:
-    """A few blocks, which are not worth the gather."""
-    return None if x.shape[dim] >= 4 * BLOCK else f"axis {dim} has fewer than {4 * BLOCK} elements"
+    """A short last axis, of which there is nothing to fold."""
+    if dim % x.ndim < x.ndim - 1 or x.shape[dim] >= 2 * SLICES:
+        return None
+    return f"axis {dim} is the last and has fewer than {2 * SLICES} elements"
 
 
-@argmax_dim.kernel("blocks", platforms=("cpu",), refuses=is_short, declines=is_soon_searched)
-def argmax_in_blocks(x: Array, *, dim: int) -> Array:
-    """Block by block."""
-    return position_in_blocks(x, dim % x.ndim, True)
+@argmax_dim.kernel("folded", platforms=("cpu",), declines=is_soon_searched)
+def argmax_by_folding(x: Array, *, dim: int) -> Array:
+    """Slice onto slice."""
+    return position_by_folding(x, dim % x.ndim, True)
 
 
-@argmin_dim.kernel("blocks", platforms=("cpu",), refuses=is_short, declines=is_soon_searched)
-def argmin_in_blocks(x: Array, *, dim: int) -> Array:
-    """Block by block."""
-    return position_in_blocks(x, dim % x.ndim, False)
+@argmin_dim.kernel("folded", platforms=("cpu",), declines=is_soon_searched)
+def argmin_by_folding(x: Array, *, dim: int) -> Array:
+    """Slice onto slice."""
+    return position_by_folding(x, dim % x.ndim, False)
 
 
 # -- running sums --------------------------------------------------------------------------
