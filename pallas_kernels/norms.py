@@ -13,6 +13,7 @@ from ._rows import (
     added,
     are_few,
     by_rows,
+    declines_gradient as declines_gradient,
     is_short,
     is_unaligned,
     refuses as refuses,
@@ -135,6 +136,6 @@ def declines(x: Any, *, eps: float) -> str:
     return "XLA fuses a norm with the gain that follows; in two kernels they take twice as long"
 
 
-def declines_backward(x: Any, g: Any, *, eps: float) -> str | None:
-    """Where XLA's gradient is as fast."""
-    return is_short(x, 512) or is_unaligned(x) or are_few(x, 2)
+def declines_layer_gradient(x: Any, g: Any, *, eps: float) -> str | None:
+    """Where XLA is as fast: it takes one kernel up to 16384 columns, eight beyond."""
+    return is_short(x) or is_unaligned(x) or are_few(x, 2)

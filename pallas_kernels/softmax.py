@@ -14,7 +14,7 @@ from ._rows import (
     added,
     are_few,
     by_rows,
-    is_long,
+    declines_gradient as declines_gradient,
     is_short,
     is_unaligned,
     refuses as refuses,
@@ -86,11 +86,4 @@ softmax_backward, log_softmax_backward = of(SOFTMAX_BACKWARD), of(LOG_SOFTMAX_BA
 
 def declines(x: Any) -> str | None:
     """Where XLA's softmax is as fast."""
-    return is_short(x, 512) or is_unaligned(x) or are_few(x, 1)
-
-
-def declines_backward(y: Any, g: Any) -> str | None:
-    """Where XLA's gradient is as fast."""
-    if is_long(y, 2):
-        return "a row and its cotangent do not fit on chip, and XLA reads them twice as well"
-    return is_unaligned(y) if y.size // y.shape[-1] < 64 else None
+    return is_short(x) or is_unaligned(x) or are_few(x, 1)

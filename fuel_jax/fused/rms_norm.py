@@ -111,6 +111,6 @@ def over_root_mean_square(x, *, eps: float):
 
 cuda: dict[str, Any] = {"platforms": ("cuda",), "refuses": kernels.refuses}
 rms_norm_last_dim.kernel("triton", **cuda, declines=kernels.declines)(kernels.rms_norm)
-rms_norm_last_dim_backward.kernel("triton", **cuda, declines=kernels.declines_backward)(
+rms_norm_last_dim_backward.kernel("triton", **cuda, declines=kernels.declines_gradient)(
     kernels.rms_norm_backward
 )

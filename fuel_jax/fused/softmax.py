@@ -177,10 +177,10 @@ def less_logsumexp(x):
 
 cuda: dict[str, Any] = {"platforms": ("cuda",), "refuses": kernels.refuses}
 softmax_last_dim.kernel("triton", **cuda, declines=kernels.declines)(kernels.softmax)
-softmax_last_dim_backward.kernel("triton", **cuda, declines=kernels.declines_backward)(
+softmax_last_dim_backward.kernel("triton", **cuda, declines=kernels.declines_gradient)(
     kernels.softmax_backward
 )
 log_softmax_last_dim.kernel("triton", **cuda, declines=kernels.declines)(kernels.log_softmax)
-log_softmax_last_dim_backward.kernel("triton", **cuda, declines=kernels.declines_backward)(
+log_softmax_last_dim_backward.kernel("triton", **cuda, declines=kernels.declines_gradient)(
     kernels.log_softmax_backward
 )
