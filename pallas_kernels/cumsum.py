@@ -1,0 +1,112 @@
+"""Running sums along an axis, one pass over memory.
+
+grid      blocks of rows      reads  the operand once      writes  the result once
+bound by  memory: 2 · elements · itemsize bytes.  Measured on an H200 at [16384, 8192] bfloat16:
+          133 µs, 94 % of the rate of a copy; XLA's scan, of six kernels, takes 764
+
+Another axis than the last is moved there and back: 410 µs, where XLA takes 779.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ._launch import launch, like, read, unavailable, write
+from ._rows import MULTIPROCESSORS, counted
+
+
+class Tile(NamedTuple):
+    """What a program sums at a time, and its warps."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+SIZE = 4096  # elements of a tile
+LONG = Tile(1, 16384, 16)  # of rows that are fewer than multiprocessors
+
+
+def refuses(x: Any, *, dim: int) -> str | None:
+    """Why this kernel cannot serve the call, or None."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return f"{x.dtype.name} is left to XLA"
+    return unavailable(x)
+
+
+def declines(x: Any, *, dim: int) -> str | None:
+    """Where XLA, which reads and writes everything six times, is as fast."""
+    n = x.shape[dim]
+    if n < 64:
+        return f"axis {dim} has less than 64 elements: XLA sums it in one kernel"
+    if x.size // n < MULTIPROCESSORS // 4:
+        return f"{x.size // n} rows leave most of the chip idle; XLA divides them"
+    return None
+
+
+def kernel(x_ref, y_ref, *, tile: Tile) -> None:
+    """Some rows, from their beginnings to their ends."""
+    rows, n = x_ref.shape
+    row = (pl.program_id(0) * tile.rows + counted(tile.rows))[:, None]
+    inside = [row < rows] * (rows % tile.rows > 0)
+    full, rest = divmod(n, tile.columns)
+
+    def step(j, total, masked=False):
+        column = (j * tile.columns + counted(tile.columns))[None, :]
+        masks = inside + [column < n] * masked
+        mask = functools.reduce(jnp.logical_and, masks) if masks else None
+        mask = None if mask is None else jnp.broadcast_to(mask, (tile.rows, tile.columns))
+        x = read(x_ref, (row, column), mask, None if mask is None else 0.0)
+        write(y_ref, (row, column), total + jnp.cumsum(x, 1), mask)
+        return total + jnp.sum(x, 1, keepdims=True)
+
+    total = jnp.zeros((tile.rows, 1), jnp.float32)
+    total = lax.fori_loop(np.int32(0), np.int32(full), step, total)
+    if rest:
+        step(full, total, masked=True)
+
+
+def cut(rows: int, n: int) -> Tile:
+    """A tile no longer than the rows, and several of them where they are short."""
+    if rows < MULTIPROCESSORS and n >= LONG.columns:
+        return LONG
+    columns = min(SIZE, pl.next_power_of_2(n))
+    return Tile(min(SIZE // columns, pl.next_power_of_2(rows)), columns, 4)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def along_rows(x: jax.Array, tile: Tile, interpret: bool) -> jax.Array:
+    """Running sums of the rows of a matrix; in float32, rounded once."""
+    return launch(
+        functools.partial(kernel, tile=tile),
+        "cumsum",
+        out=like(x),
+        grid=(pl.cdiv(x.shape[0], tile.rows),),
+        warps=tile.warps,
+        interpret=interpret,
+    )(x)
+
+
+@along_rows.defjvp
+def along_rows_jvp(tile, interpret, primals, tangents):
+    """XLA's: it has a transpose, and a kernel none."""
+    (x,), (t,) = primals, tangents
+    slope = lax.cumsum(t.astype(jnp.float32), 1).astype(x.dtype)
+    return along_rows(x, tile, interpret), slope
+
+
+def cumsum(
+    x: jax.Array, *, dim: int, interpret: bool = False, tile: Tile | None = None
+) -> jax.Array:
+    """Σ of the elements up to each, along an axis; in float32, rounded once."""
+    x = jnp.moveaxis(x, dim, -1)
+    *batch, n = x.shape
+    rows = math.prod(batch)
+    y = along_rows(x.reshape(rows, n), tile or cut(rows, n), interpret)
+    return jnp.moveaxis(y.reshape(x.shape), -1, dim)
