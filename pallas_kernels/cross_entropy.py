@@ -158,11 +158,11 @@ def exact_gradient_kernel(
         d = exponentials(x, lse_ref[row]) * share - jnp.where(column == label_ref[row], g, 0)
         write(dx_ref, (row, column), jnp.where((weight == 0) & (g == 0), 0, d), mask)
 
-    def summed():
-        return jnp.sum(lax.fori_loop(first, last, add, jnp.zeros(tile.size, jnp.float32)))
+    def divided(weight):
+        return weight / jnp.sum(lax.fori_loop(first, last, add, jnp.zeros(tile.size, jnp.float32)))
 
     first, last = np.int32(0), np.int32(blocks)
-    share = weight / lax.cond(jnp.abs(lse_ref[row]) > ROUNDED, summed, lambda: np.float32(1))
+    share = lax.cond(jnp.abs(lse_ref[row]) > ROUNDED, divided, lambda weight: weight, weight)
     lax.fori_loop(first, last, store, None)
 
 
