@@ -22,6 +22,7 @@ USAGE = f"""
   {PROGRAM}                  list every kind of op and every fused op
   {PROGRAM} OP [OP ...]      what an op computes, its gradient and precision, who would run here
   {PROGRAM} check [OP ...]   run the ops on this device against float64
+  {PROGRAM} profile          time ops beside their peers, on the device a suite is for
   {PROGRAM} env              versions, devices, settings: for bug reports; never fails
   {PROGRAM} table            the op table of the documentation, as Markdown"""
 
@@ -74,6 +75,31 @@ def read_dtypes(given: Sequence[str]) -> list[str]:
     return names
 
 
+def run_profile(given: Sequence[str]) -> int:
+    """Cases of a suite, timed beside their peers."""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} profile",
+        description="Time ops on this device beside XLA, cuDNN and PyTorch, as far as they are "
+        "here, with the error of each against float64.  Exits with 1 if an op of ours failed.",
+    )
+    parser.add_argument("case", nargs="*", help="names or their beginning words, * for any; or all")
+    parser.add_argument("--suite", required=True, choices=["h200"], help="whose cases")
+    parser.add_argument("--rows", metavar="FILE", help="append a line of JSON for each case")
+    parser.add_argument("--list", action="store_true", help="print the names and do nothing")
+    parser.add_argument("--tiny", action="store_true", help="small shapes: tries the cases out")
+    asked = parser.parse_args(given)
+    # PyTorch's memory comes from the same card; JAX would take most of it beforehand.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    from .judge.h200 import chosen
+    from .judge.profile import profile
+
+    cases = chosen(asked.case)
+    if asked.list:
+        print("\n".join(case.name for case in cases))
+        return 0
+    return profile(cases, asked.rows, asked.tiny)
+
+
 def run_environment(given: Sequence[str]) -> int:
     """Versions and devices."""
     argparse.ArgumentParser(
@@ -94,6 +120,7 @@ def run_table(given: Sequence[str]) -> int:
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "check": run_check,
+    "profile": run_profile,
     "env": run_environment,
     "table": run_table,
 }

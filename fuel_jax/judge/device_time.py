@@ -1,0 +1,135 @@
+"""Time on the device of programs that take turns.
+
+JAX programs are launched many times before the host waits once, over operands that change from
+launch to launch so that no cache keeps them.  Where a launch is short beside what the host needs to
+enqueue it, one program runs the op on many sets of operands, one after the other: a barrier makes
+each wait for the previous, so that the compiler neither merges them nor runs them side by side, and
+every result is returned, so that none is dropped.  PyTorch runs the same number of launches between
+two events, recorded as a graph where they are short.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+ROUNDS = 7
+ROUND = 20e-3  # seconds of a program in a round
+MOST = 300  # launches in a round
+HOST = 600.0  # microseconds: launches shorter than this are joined
+MOST_JOINED = 40
+
+Burst = Callable[[int], float]  # seconds of n launches
+
+
+def joined(floor_us: float) -> int:
+    """How many runs of the op one program makes."""
+    return max(1, min(MOST_JOINED, round(HOST / floor_us)))
+
+
+def one_after_another(f: Callable[..., Any]) -> Callable[..., Any]:
+    """``f`` on each set of operands, the next only when the last is done."""
+
+    def program(sets):
+        results = []
+        for operands in sets:
+            if results:
+                operands, results[-1] = lax.optimization_barrier((operands, results[-1]))
+            results.append(f(*operands))
+        return results
+
+    return program
+
+
+def jax_burst(f: Callable[..., Any], sets: Sequence[Any], join: int, most_bytes: float) -> Burst:
+    """Seconds of n launches of ``f`` compiled, an op at a time or ``join`` in one program."""
+    groups = [tuple(sets)] if join > 1 else [(operands,) for operands in sets]
+    program = jax.jit(one_after_another(f)).lower(groups[0]).compile()
+    needs = program.memory_analysis()
+    if needs is not None and needs.temp_size_in_bytes > most_bytes:
+        raise MemoryError(f"needs {needs.temp_size_in_bytes / 2**30:.0f} GiB beside its results")
+
+    def burst(n: int) -> float:
+        start = time.perf_counter()
+        results = None
+        for i in range(max(1, n // join)):
+            results = program(groups[i % len(groups)])
+        jax.block_until_ready(results)
+        return (time.perf_counter() - start) / max(1, n // join) / join
+
+    return burst
+
+
+def interleaved(
+    bursts: dict[str, Burst], rounds: int = ROUNDS, seconds: float = ROUND
+) -> dict[str, dict[str, float]]:
+    """Microseconds of a launch of each: the median over rounds, and the least and most."""
+    counts = {}
+    for name, burst in bursts.items():
+        burst(1)  # first launches load code and set up workspaces
+        once = burst(3)
+        counts[name] = max(3, min(MOST, int(seconds / once)))
+    took: dict[str, list[float]] = {name: [] for name in bursts}
+    for i in range(rounds):
+        for name in list(bursts)[:: 1 if i % 2 else -1]:
+            took[name].append(bursts[name](counts[name]) * 1e6)
+    return {
+        name: {"us": statistics.median(us), "least_us": min(us), "most_us": max(us)}
+        for name, us in took.items()
+    }
+
+
+def torch_burst(f: Callable[..., Any], sets: Sequence[Any], join: int) -> Burst:
+    """Seconds of n launches of a PyTorch function."""
+    import torch
+
+    if not torch.cuda.is_available():
+
+        def on_host(n: int) -> float:
+            start = time.perf_counter()
+            for i in range(n):
+                f(*sets[i % len(sets)])
+            return (time.perf_counter() - start) / n
+
+        return on_host
+
+    run, each = functools.partial(through, f, sets), 1
+    if join > 1:
+        run, each = recorded(f, sets), len(sets)
+
+    def burst(n: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for i in range(max(1, n // each)):
+            run(i)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3 / max(1, n // each) / each
+
+    return burst
+
+
+def through(f: Callable[..., Any], sets: Sequence[Any], i: int) -> None:
+    """One launch, over the sets in turn."""
+    f(*sets[i % len(sets)])
+
+
+def recorded(f: Callable[..., Any], sets: Sequence[Any]) -> Callable[[int], None]:
+    """A graph of ``f`` on each set, replayed."""
+    import torch
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for operands in sets[:2]:
+            f(*operands)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [f(*operands) for operands in sets]
+    return lambda i, kept=kept: graph.replay()
