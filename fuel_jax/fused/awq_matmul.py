@@ -18,6 +18,7 @@ from ._frozen_weight import (
     times_transposed,
     times_transposed_blocked,
 )
+from ._lanes import field, materialised, products, several
 
 PRECISION = Precision(float32=2e-6)
 
@@ -196,6 +197,39 @@ def awq_matmul(
     x = wide(activations)
     rows = decoder(weight, zeros, scales, x.dtype, group_size=group_size)
     return times_transposed(x, rows, weight.shape[0]).astype(activations.dtype)
+
+
+def refuses_lanes(activations, weight, *rest, group_size, split_k_iters) -> str | None:
+    """Sums in another width, groups that are no vectors."""
+    if activations.dtype == jnp.float64:
+        return "it sums in float32"
+    if 0 in weight.shape:
+        return "there is nothing to decode"
+    return None if group_size % 128 == 0 else f"groups of {group_size} are no vectors of words"
+
+
+def few(activations, *rest, **params) -> str | None:
+    """More than a few activations."""
+    return several(activations, 4)
+
+
+@awq_matmul.kernel("lanes", platforms=("cpu",), refuses=refuses_lanes, declines=few)
+def awq_matmul_lanes(activations, weight, zeros, scales, *, group_size, split_k_iters):
+    """Decoded word by word, and never written down."""
+    words = weight.shape[1]
+    groups = 8 * words // group_size
+    zero = nibbles(zeros)[:, :groups].astype(jnp.int32)
+    scale = scales[:, :groups].astype(jnp.float32)
+
+    def one(v, weight, zero, scale):
+        x = materialised(jnp.moveaxis(v.reshape(groups, -1, 8), 2, 0))
+        w, z = weight.reshape(len(weight), groups, -1), zero[..., None]
+        codes = ((field(w, 4 * i).astype(jnp.int32) - z).astype(jnp.float32) for i in range(8))
+        lanes = sum(code * x[i] for i, code in enumerate(codes)) * scale[..., None]
+        return materialised(lanes).sum((-1, -2))
+
+    y = products(wide(activations), (weight, zero, scale), words, one)
+    return y.astype(activations.dtype)
 
 
 @awq_matmul.kernel("blocked", platforms=("cpu",), declines=declines)

@@ -18,6 +18,7 @@ from ._frozen_weight import (
     times_transposed,
     times_transposed_blocked,
 )
+from ._lanes import materialised, products, several
 
 PRECISION = Precision(float32=2e-6)
 
@@ -189,6 +190,48 @@ def nf4_matmul(
     x = wide(activations)
     rows = decoder(w_packed, absmax, x.dtype, low_nibble_first=low_nibble_first)
     return times_transposed(x, rows, w_packed.shape[0]).astype(activations.dtype)
+
+
+def refuses_lanes(activations, w_packed, *rest, block_size, **params) -> str | None:
+    """Sums in another width, blocks that are no vectors."""
+    if activations.dtype == jnp.float64 or rest[0].dtype == jnp.float64:
+        return "it sums in float32"
+    if 0 in w_packed.shape:
+        return "there is nothing to decode"
+    return None if block_size % 64 == 0 else f"blocks of {block_size} are no vectors of bytes"
+
+
+def few(activations, w_packed, *rest, **params) -> str | None:
+    """More than a few activations, or little to decode."""
+    if w_packed.size < 2**19:
+        return f"{2 * w_packed.size} weights are decoded as fast together"
+    return several(activations, 2)
+
+
+def level(codes: Array) -> Array:
+    """LEVELS of I32 codes, chosen bit by bit: XLA vectorises that, and not a read from a table."""
+    levels = [jnp.float32(x) for x in LEVELS]
+    for bit in (3, 2, 1, 0):
+        is_set, half = (codes >> bit) & 1 != 0, len(levels) // 2
+        levels = [jnp.where(is_set, levels[half + i], levels[i]) for i in range(half)]
+    return levels[0]
+
+
+@nf4_matmul.kernel("lanes", platforms=("cpu",), refuses=refuses_lanes, declines=few)
+def nf4_matmul_lanes(activations, w_packed, absmax, *, block_size, low_nibble_first):
+    """Decoded byte by byte, and never written down."""
+    blocks = absmax.shape[1]
+
+    def one(v, packed, absmax):
+        x = materialised(jnp.moveaxis(v.reshape(blocks, -1, 2), 2, 0))
+        high, low = x[::-1] if low_nibble_first else x
+        codes = packed.reshape(len(packed), blocks, -1).astype(jnp.int32)
+        lanes = (level(codes >> 4) * high + level(codes & 15) * low) * absmax[..., None]
+        return materialised(lanes).sum((-1, -2))
+
+    # A byte has a partial sum, as a word has elsewhere.
+    y = products(wide(activations), (w_packed, absmax), 2 * w_packed.shape[1], one)
+    return y.astype(activations.dtype)
 
 
 @nf4_matmul.kernel("blocked", platforms=("cpu",), declines=declines)

@@ -9,6 +9,7 @@ from .._op import Precision
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
 from ..types import Array, Wide, Words
+from . import _gguf_lanes as lanes
 from ._frozen_weight import (
     Rows,
     fits_one_block,
@@ -196,6 +197,12 @@ def qmatmul(
     Source: https://github.com/ggml-org/ggml, ggml-common.h (layouts) and ggml-quants.c.
     """
     return times_transposed(a, decoder(w_q_bytes, a.dtype, quant_type=quant_type, k=k, n=n), n)
+
+
+@qmatmul.kernel("lanes", platforms=("cpu",), refuses=lanes.refuses, declines=lanes.declines)
+def qmatmul_lanes(a, w_q_bytes, *, quant_type, k, n):
+    """Decoded word by word, and never written down."""
+    return lanes.times_transposed(a, w_q_bytes, quant_type=quant_type, k=k, n=n)
 
 
 @qmatmul.kernel("blocked", platforms=("cpu",), declines=declines)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fuel_jax.fused import _lanes
 from fuel_jax.fused.qmatmul import qmatmul
 
 from ..refused import refused
@@ -261,10 +262,34 @@ def test_blocks_of_rows_give_the_same(quant_type, k, draw):
     stream, given = words(b), dict(quant_type=quant_type, k=k, n=n)
     for m in (1, 3):
         a, g = draw((m, k)), draw((m, n))
-        assert qmatmul.explain(a, stream, **given).forward[0].serves == ("cpu",)
-        y, pull = jax.vjp(lambda a: qmatmul(a, stream, **given), a)
+        y, pull = jax.vjp(lambda a: qmatmul.using("blocked")(a, stream, **given), a)
         near(y, np.asarray(a, np.float64) @ w.T)
         near(pull(g)[0], np.asarray(g, np.float64) @ w)
+
+
+@pytest.mark.parametrize(
+    ("quant_type", "k"),
+    [*((q, k) for q in ("Q4_0", "Q8_0") for k in (64, 192, 512)), ("Q4K", 768), ("Q5K", 512)],
+)
+def test_word_by_word_against_float64(quant_type, k, draw, monkeypatch):
+    """Pairs of blocks by eights and one by one; parts of the rows, the last one shorter."""
+    n = 45
+    monkeypatch.setattr(_lanes, "WORDS", 16 * k // 4)
+    b = blocks(quant_type, n, k)
+    w, stream = oracle(quant_type, b).astype(np.float64), words(b)
+    given = dict(quant_type=quant_type, k=k, n=n)
+    for m in (1, 3):
+        a = draw((m, k))
+        near(qmatmul.using("lanes")(a, stream, **given), np.asarray(a, np.float64) @ w.T)
+
+
+@pytest.mark.parametrize(("m", "kernel"), [(1, "lanes"), (4, "lanes"), (5, "blocked")])
+def test_who_serves(m, kernel):
+    """One row of activations need not have the weight written down; several share it."""
+    a = jax.ShapeDtypeStruct((m, 4096), jnp.float32)
+    stream = jax.ShapeDtypeStruct((4096 * 4096 // 256 * 144 // 4,), jnp.uint32)
+    asked = qmatmul.explain(a, stream, quant_type="Q4K", k=4096, n=4096).forward
+    assert [choice.kernel.name for choice in asked if "cpu" in choice.serves] == [kernel]
 
 
 def test_the_weight_is_never_held_whole():
