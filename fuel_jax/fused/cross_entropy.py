@@ -16,6 +16,7 @@ from ..numerics import uncontracted, wide
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
 from ..types import Array, Floats, Indices, Reduction, Single, Wide
+from ._rows import Rows, sums, taken_together
 
 PRECISION = Precision(float32=3e-6, float64=2e-7)  # the loss is F32 beside F64 logits, too
 
@@ -198,35 +199,66 @@ def reduced(rows, logits, targets, reduction, ignore_index, return_lse):
 
 # -- on the CPU ----------------------------------------------------------------------------
 
-ROWS = 8  # enough for XLA to spread over threads, few enough to stay in their caches
+
+def is_small(logits, *_, **__) -> str | None:
+    """Where there is nothing to save."""
+    return "a few numbers are as fast in one piece" if math.prod(logits.shape) < 2**16 else None
 
 
-def fits_in_cache(logits, targets, **_) -> str | None:
-    """Where going over all rows twice costs no memory traffic."""
-    if math.prod(logits.shape) < 2**22 or logits.shape[-1] < 4096:
-        return "all rows at once are as fast where they are short, or few"
-    return None
-
-
-@fused_softmax_cross_entropy.kernel("rows", platforms=("cpu",), declines=fits_in_cache)
+@fused_softmax_cross_entropy.kernel("rows", platforms=("cpu",), declines=taken_together)
 def by_rows(logits, targets, *, reduction, ignore_index, return_lse):
     """A few rows at a time: they stay in cache between their maximum and their sum."""
 
-    def rows(logits, label):
-        count = math.prod(label.shape)
-        together = math.gcd(count, ROWS)
-        stored = logits
-        if logits.dtype.itemsize == 2:  # to slice halves, XLA's CPU backend widens them all
-            stored = lax.bitcast_convert_type(logits, jnp.uint16)
-        blocks = (
-            stored.reshape(count // together, together, -1),
-            label.reshape(count // together, together),
-        )
-        read = lambda x: lax.bitcast_convert_type(x, logits.dtype)
-        found = lax.map(lambda block: row_losses(wide(read(block[0])), block[1]), blocks)
+    def losses(logits, label):
+        if logits.size == 0:
+            return row_losses(logits, label)
+        rows = Rows(logits)
+        m, total = rows.map(sums)
+        log_sum, picked = jnp.log(total), rows.at(jnp.maximum(label.ravel(), 0))
+        found = log_sum + (m - picked), log_sum + m
         return jax.tree.map(lambda y: y.reshape(label.shape), found)
 
-    return reduced(rows, logits, targets, reduction, ignore_index, return_lse)
+    return reduced(losses, logits, targets, reduction, ignore_index, return_lse)
+
+
+@fused_softmax_cross_entropy_backward.kernel("rows", platforms=("cpu",), declines=is_small)
+def backward_by_rows(logits, targets, lse, upstream, dlse, *, reduction, ignore_index):
+    """p in one pass, then the labels' elements.
+
+    exp(logits − lse) sums to 1 within 1e-6 as long as lse is small: the sums are formed only if it
+    is not.
+    """
+    if logits.size == 0:
+        return jnp.zeros_like(logits)
+    given = of_rows(
+        logits, targets, lse, upstream, dlse, reduction=reduction, ignore_index=ignore_index
+    )
+    rows = Rows(logits)
+    label, weight, g, unused, lse = (x.ravel() for x in (*given, lse))
+    inexact = jnp.isfinite(lse) & (jnp.abs(lse) > 32)
+    each = lambda v, lse: (jnp.sum(jnp.exp(v - lse[:, None]), -1),)
+    total = lax.cond(
+        jnp.any(inexact),
+        lambda: jnp.where(inexact, rows.map(each, lse)[0], 1),
+        lambda: jnp.ones_like(lse),
+    )
+    scale = weight / total
+
+    def slope(v: Array, lse: Array, scale: Array, less: Array | float, unused: Array) -> Array:
+        v = jnp.maximum(v, jnp.finfo(v.dtype).min)  # as in the body
+        return jnp.where(unused, 0, jnp.exp(v - lse) * scale - less).astype(logits.dtype)
+
+    column = lambda x: x[:, None]
+    if logits.dtype.itemsize == 2:  # XLA's CPU backend widens what is scattered to
+        here = jnp.arange(logits.shape[-1], dtype=jnp.int32) == column(label)
+        less = jnp.where(here, column(g), 0)
+        d = slope(wide(rows.matrix), *map(column, (lse, scale)), less, column(unused))
+    else:
+        d = slope(rows.matrix, *map(column, (lse, scale)), 0.0, column(unused))
+        place = jnp.where(label < 0, logits.shape[-1], label)
+        here = slope(rows.at(jnp.maximum(label, 0)), lse, scale, g, unused)
+        d = d.at[jnp.arange(len(d)), place].set(here, mode="drop", unique_indices=True)
+    return d.reshape(logits.shape)
 
 
 # -- on NVIDIA GPUs ------------------------------------------------------------------------
