@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ._launch import exp, launch, like, read, unavailable, write
-from ._rows import counted
+from ._rows import counted, is_short
 
 LEAST = float(np.finfo(np.float32).min)
 ROUNDED = 16.0  # lse beyond it is rounded by more than 5e-7
@@ -51,6 +51,21 @@ GRADIENT = Tile(1, 4096, 8)
 def refuses(logits: Any, *rest: Any, **params: Any) -> str | None:
     """Why these kernels cannot serve the logits, or None."""
     return unavailable(logits)
+
+
+def declines(logits: Any, *rest: Any, **params: Any) -> str | None:
+    """Where XLA finds the loss as fast."""
+    v = logits.shape[-1]
+    if v < LOSSES.size:
+        return f"rows of less than {LOSSES.size} are as fast in XLA"
+    if logits.size // v < 64:
+        return f"{logits.size // v} rows leave most of the chip idle; XLA divides them"
+    return None
+
+
+def declines_gradient(logits: Any, *rest: Any, **params: Any) -> str | None:
+    """Where XLA finds the gradient as fast."""
+    return is_short(logits)
 
 
 # -- loss ----------------------------------------------------------------------------------

@@ -266,14 +266,16 @@ def backward_by_rows(logits, targets, lse, upstream, dlse, *, reduction, ignore_
 on_cuda: dict[str, Any] = {"platforms": ("cuda",), "refuses": kernels.refuses}
 
 
-@fused_softmax_cross_entropy.kernel("triton", **on_cuda)
+@fused_softmax_cross_entropy.kernel("triton", **on_cuda, declines=kernels.declines)
 def by_triton(logits, targets, *, reduction, ignore_index, return_lse, interpret=False):
     """Maximum and sum in one pass over the logits."""
     rows = functools.partial(kernels.row_losses, interpret=interpret)
     return reduced(rows, logits, targets, reduction, ignore_index, return_lse)
 
 
-@fused_softmax_cross_entropy_backward.kernel("triton", **on_cuda)
+@fused_softmax_cross_entropy_backward.kernel(
+    "triton", **on_cuda, declines=kernels.declines_gradient
+)
 def backward_by_triton(
     logits, targets, lse, upstream, dlse, *, reduction, ignore_index, interpret=False
 ):

@@ -56,8 +56,8 @@ def fused_linear_backward(
         The cotangents of ``a``, ``b`` and ``bias``.
     """
     # Products of half operands, not of a widened g: those would run without tensor cores.
-    da = jnp.matmul(upstream, b.mT, precision=product_precision())
-    db = jnp.matmul(a.mT, upstream, precision=product_precision())
+    da = jnp.matmul(upstream, b.mT, precision=product_precision(a))
+    db = jnp.matmul(a.mT, upstream, precision=product_precision(a))
     dbias = jnp.sum(wide(upstream), axis=tuple(range(upstream.ndim - 1)))
     return da, db, dbias.astype(a.dtype)
 
@@ -85,7 +85,7 @@ def fused_linear(
     Returns:
         ``[*batch, m, n]`` in the dtype of ``a``.
     """
-    sums = jnp.matmul(a, b, precision=product_precision(), preferred_element_type=wide_dtype(a))
+    sums = jnp.matmul(a, b, precision=product_precision(a), preferred_element_type=wide_dtype(a))
     return (sums + wide(bias)).astype(a.dtype)
 
 

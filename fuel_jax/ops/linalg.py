@@ -58,7 +58,7 @@ def matmul(
         # Of half operands XLA sums in float32 and rounds once, on CPU and GPU.  A float32 result
         # would say so, but its cotangent would be float32 beside half operands: products without
         # tensor cores, fifteen times slower on an H200.
-        return jnp.matmul(a, b, precision=product_precision())
+        return jnp.matmul(a, b, precision=product_precision(a))
     return saturated(jnp.matmul(a, b, preferred_element_type=jnp.int32), a.dtype)
 
 

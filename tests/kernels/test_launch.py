@@ -43,7 +43,7 @@ def test_rows_lower(name, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("shape", [(8192, 128_256), (3, 1), (64, 50_257), (2, 3, 262_144)])
+@pytest.mark.parametrize("shape", [(8192, 128_256), (64, 50_257), (8, 9, 262_144)])
 def test_cross_entropy_lowers(shape, dtype):
     x = jax.ShapeDtypeStruct(shape, dtype)
     t = jax.ShapeDtypeStruct(shape[:-1], "int32")
