@@ -1,6 +1,7 @@
-"""Time on the device of programs that take turns.
+"""Time on the device, and time from launch to launch of programs that take turns.
 
-JAX programs are launched many times before the host waits once, over operands that change from
+The first is what a profiler saw the device do: the sum of a program's kernels.  The second is a
+clock's: it holds the gaps between kernels, too.  For it JAX programs are launched many times before the host waits once, over operands that change from
 launch to launch so that no cache keeps them.  Where a launch is short beside what the host needs to
 enqueue it, one program runs the op on many sets of operands, one after the other: a barrier makes
 each wait for the previous, so that the compiler neither merges them nor runs them side by side, and
@@ -11,7 +12,9 @@ two events, recorded as a graph where they are short.
 from __future__ import annotations
 
 import functools
+import pathlib
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +26,9 @@ ROUNDS = 7
 ROUND = 20e-3  # seconds of a program in a round
 MOST = 300  # launches in a round
 HOST = 600.0  # microseconds: launches shorter than this are joined
-MOST_JOINED = 40
+MOST_JOINED = 24
+
+PROFILED = 8  # launches of a program that the profiler watches
 
 Burst = Callable[[int], float]  # seconds of n launches
 
@@ -47,8 +52,13 @@ def one_after_another(f: Callable[..., Any]) -> Callable[..., Any]:
     return program
 
 
-def jax_burst(f: Callable[..., Any], sets: Sequence[Any], join: int, most_bytes: float) -> Burst:
-    """Seconds of n launches of ``f`` compiled, an op at a time or ``join`` in one program."""
+def jax_burst(
+    f: Callable[..., Any], sets: Sequence[Any], join: int, most_bytes: float
+) -> tuple[Burst, Callable[[], Any]]:
+    """Seconds of n launches of ``f`` compiled, one at a time or ``join`` in a program.
+
+    And what computes its result on the first set, with the same program.
+    """
     groups = [tuple(sets)] if join > 1 else [(operands,) for operands in sets]
     program = jax.jit(one_after_another(f)).lower(groups[0]).compile()
     needs = program.memory_analysis()
@@ -63,7 +73,7 @@ def jax_burst(f: Callable[..., Any], sets: Sequence[Any], join: int, most_bytes:
         jax.block_until_ready(results)
         return (time.perf_counter() - start) / max(1, n // join) / join
 
-    return burst
+    return burst, lambda: program(groups[0])[0]
 
 
 def interleaved(
@@ -83,6 +93,24 @@ def interleaved(
         name: {"us": statistics.median(us), "least_us": min(us), "most_us": max(us)}
         for name, us in took.items()
     }
+
+
+def in_kernels(burst: Burst, launches: int) -> float | None:
+    """Microseconds of a launch that the device was at work; None where no profiler sees a device."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            burst(launches)
+        (file,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(file)).planes
+        took = [
+            event.duration_ns
+            for plane in planes
+            if plane.name.startswith("/device:GPU")
+            for line in plane.lines
+            if line.name.startswith("Stream")
+            for event in line.events
+        ]
+    return sum(took) * 1e-3 / launches if took else None
 
 
 def torch_burst(f: Callable[..., Any], sets: Sequence[Any], join: int) -> Burst:

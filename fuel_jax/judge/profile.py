@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import pathlib
@@ -76,7 +77,7 @@ def measured(case: Case, tiny: bool) -> dict[str, Any]:
             failures[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     wanted = reference(case, work, data)
     bursts = {name: program.burst for name, program in programs.items()}
-    times = interleaved(bursts, *((1, 0.0) if tiny else ()))
+    times = interleaved(bursts, rounds=1, seconds=0) if tiny else interleaved(bursts)
     for name, program in programs.items():
         times[name]["error"] = off(program.outputs(), wanted)
     row = {"case": case.name, "goal_us": case.goal_us, "floor_us": case.floor_us}
@@ -117,18 +118,20 @@ def makers(case: Case, work: Work, data: Data, join: int) -> dict[str, Callable[
     if len(work.op.kernels) > 1:
         pinned = work.op.using("xla")
         ours["xla"] = Peer(lambda *xs: pinned(*xs, **work.params))
-    made = {
-        name: lambda peer=peer: jax_program(peer, case, work, data, join)
-        for name, peer in (ours | work.peers).items()
+    alone = case.direction == "backward"  # a peer's may keep far more than the card holds
+    peers = ours | ({} if alone else work.peers)
+    made: dict[str, Callable[[], Program]] = {
+        name: functools.partial(jax_program, peer, case, work, data, join)
+        for name, peer in peers.items()
     }
-    if case.direction == "backward":
+    if alone:
         return made
     try:
         from . import peers_torch
     except ImportError:
         return made
     for name, f in peers_torch.functions(work).items():
-        made[name] = lambda f=f: torch_program(f, case, work, data, join)
+        made[name] = functools.partial(torch_program, f, case, work, data, join)
     return made
 
 
@@ -145,9 +148,8 @@ def jax_program(peer: Peer, case: Case, work: Work, data: Data, join: int) -> Pr
     else:
         f = directed(peer.run, case.direction, work.wrt)
         given = [(xs, cotangents) for xs in sets]
-    burst = jax_burst(f, given, join, MOST_TEMPORARY)
-    whole = jax.jit(f)
-    return Program(burst, lambda: parts(work, case.direction, restore(whole(*given[0]))))
+    burst, first = jax_burst(f, given, join, MOST_TEMPORARY)
+    return Program(burst, lambda: parts(work, case.direction, restore(first())))
 
 
 def torch_program(f: Any, case: Case, work: Work, data: Data, join: int) -> Program:
@@ -160,11 +162,8 @@ def torch_program(f: Any, case: Case, work: Work, data: Data, join: int) -> Prog
     cotangent = peers_torch.tensor(data.cotangents)
     given = [(peers_torch.tensors(work, operands), cotangent) for operands in sets]
     run = peers_torch.directed(f, case.direction, work.wrt)
-    as_arrays = lambda result: jax.tree.map(peers_torch.array, result)
-    return Program(
-        torch_burst(run, given, join),
-        lambda: parts(work, case.direction, as_arrays(run(*given[0]))),
-    )
+    first = lambda: parts(work, case.direction, run(*given[0]))
+    return Program(torch_burst(run, given, join), lambda: [*map(peers_torch.array, first())])
 
 
 def parts(work: Work, direction: str, result: Any, cut: bool = True) -> list[Any]:
@@ -186,8 +185,9 @@ def reference(case: Case, work: Work, data: Data) -> list[np.ndarray]:
     operands, cotangents = data.sets[0], data.cotangents
     with jax.enable_x64(True):
         if work.exact:
-            exact = jax.jit(lambda xs, ct: work.exact(case.direction, xs, ct, work.cuts[0]))
-            result = exact(operands, cotangents)
+            result = jax.jit(functools.partial(work.exact, case.direction, work.cuts[0]))(
+                operands, cotangents
+            )
         else:
             wide = lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
             part = [wide(x[cut]) for x, cut in zip(operands, work.cuts, strict=True)]
@@ -211,7 +211,8 @@ def off(got: Sequence[Any], wanted: Sequence[np.ndarray]) -> float:
 def kernel(work: Work, data: Data) -> str:
     """Which implementation of ours serves the forward call here."""
     choices = work.op.explain(*data.sets[0], **work.params).forward
-    return server(choices, _check.platform_here()).kernel.name
+    here = server(choices, _check.platform_here())
+    return here.kernel.name if here else "none"
 
 
 def conditions() -> dict[str, Any]:

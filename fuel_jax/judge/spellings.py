@@ -30,7 +30,7 @@ def cross_entropy(logits, targets):
     return -jnp.mean(jnp.take_along_axis(logp, targets.astype(jnp.int32)[:, None], -1))
 
 
-def cross_entropy_exact(direction, operands, cotangents, cut):
+def cross_entropy_exact(direction, cut, operands, cotangents):
     """The loss over all rows, block by block, and the gradient of the rows of ``cut``."""
     logits, targets = operands
     targets = targets.astype(jnp.int32)

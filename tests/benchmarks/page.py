@@ -6,6 +6,7 @@ The latest row of every op, direction and call; what breaks a promise comes firs
 """
 
 import json
+import math
 import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -79,7 +80,48 @@ keep what is promised; those that do not come first.
 """
 
 
-PAGES: dict[str, Callable[[], str]] = {"cpu.md": cpu}
+def h200() -> str:
+    """nvidia-h200.md."""
+    rows = [row for row in read(HERE / "nvidia-h200.jsonl") if "tiny" not in row]
+    rows = latest(rows, "case")
+    behind = lambda row: row.get("us", math.inf) / row["goal_us"]
+    rows.sort(key=lambda row: (behind(row) <= 1, row["case"]))
+    met = sum(behind(row) <= 1 for row in rows)
+
+    def peer(name: str, got: Line) -> str:
+        return f"{name} {micros(got['us'])}"
+
+    cells = (
+        [
+            *(row["case"], row["kernel"]),
+            *(micros(row.get("us")), micros(row["goal_us"]), micros(row["floor_us"])),
+            *("" if "us" not in row else f"{row['floor_us'] / row['us']:.0%}",),
+            number(row.get("error"), ".1e"),
+            ", ".join(peer(*item) for item in sorted(row["peers"].items(), key=fastest)),
+            "; ".join(f"{name}: {why}" for name, why in row.get("failed", {}).items()),
+        ]
+        for row in rows
+    )
+    head = "case|kernel|µs|goal|floor|of the floor|error|peers, µs|failed"
+    return f"""# Measured on an NVIDIA H200
+
+Written by `python -m tests.benchmarks.page` from `nvidia-h200.jsonl`, which
+`python -m fuel_jax profile --suite h200 --rows docs/performance/nvidia-h200.jsonl` appends to.
+Microseconds of device time, median of interleaved rounds; the error is relative to float64, in the
+Euclidean norm.  Goals met: {met} of {len(rows)}; the others come first.
+
+{machines(rows, "device", "driver", "jax", "torch", "commit", "date")}
+
+{table(head, cells)}
+"""
+
+
+def fastest(item: tuple[str, Line]) -> float:
+    """Peers in the order of their times."""
+    return item[1]["us"]
+
+
+PAGES: dict[str, Callable[[], str]] = {"cpu.md": cpu, "nvidia-h200.md": h200}
 
 
 def main() -> None:
