@@ -5,7 +5,9 @@ activations of 0 where a word holds no code, and a product with ones sums those 
 Formats of 256 weights: 8 words side by side hold two groups; codes are scaled, then summed.
 """
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,6 +42,11 @@ def times_transposed(x: Array, words: Array, *, quant_type: str, k: int, n: int)
     return products(x, (weight,), weight.shape[1], FORMATS[quant_type])
 
 
+def total(parts: Iterable[Array]) -> Array:
+    """Their sum."""
+    return functools.reduce(operator.add, parts)
+
+
 # -- 32 weights: d[2] and codes ----------------------------------------------------------------
 
 
@@ -58,7 +65,7 @@ def in_pairs(bits: int, flip: int) -> Callable[[Array, Array], Array]:
         spread = materialised(spread.reshape(words.shape[1], of_word).T)
         flipped = words ^ jnp.uint32(flip)
         lanes = materialised(
-            sum(signed_field(flipped, bits * i, bits) * spread[i] for i in range(of_word))
+            total(signed_field(flipped, bits * i, bits) * spread[i] for i in range(of_word))
         )
         fit = join if pairs % join == 0 else 1
         sums = jnp.dot(
@@ -107,15 +114,15 @@ def in_super_blocks(size: int, code: Callable[..., Array]) -> Callable[[Array, A
         sums = materialised(jnp.sum(x, (-1, -2)))
         x = materialised(x.transpose(1, 3, 0, 2))
         w0, w1, w2, w3 = (w[..., i] for i in range(4))
-        scale = floats(jnp.stack([six_bits(w1, w3, g, 0) for g in range(8)]))
-        scale = materialised(half(w0) * scale)
-        lanes = sum(
-            scale[g][..., None] * sum(floats(code(w, g, i)) * x[g, i] for i in range(4))
+        lanes = total(
+            floats(six_bits(w1, w3, g, 0))[..., None]
+            * total(floats(code(w, g, i)) * x[g, i] for i in range(4))
             for g in range(8)
         )
-        least = sum(floats(six_bits(w2, w3, g, 4)) * sums[:, g] for g in range(8))
+        lanes = materialised(half(w0)[..., None] * lanes)
+        least = total(floats(six_bits(w2, w3, g, 4)) * sums[:, g] for g in range(8))
         least = materialised(half(w0 >> 16) * least)
-        return materialised(lanes).sum((-1, -2)) - least.sum(-1)
+        return lanes.sum((-1, -2)) - least.sum(-1)
 
     return one
 

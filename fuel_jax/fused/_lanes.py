@@ -63,11 +63,11 @@ def products(x: Array, weight: tuple[Array, ...], words: int, one: Callable[...,
     n = weight[0].shape[0]
     size = min(n, max(8, WORDS // max(words, 1) // 8 * 8))
 
-    def row(v):
-        whole = n - n % size
-        parts = [w[:whole].reshape(n // size, size, *w.shape[1:]) for w in weight]
-        y = lax.map(lambda part: one(v, *part), parts).reshape(whole)
-        return jnp.concatenate([y, one(v, *(w[whole:] for w in weight))]) if n % size else y
+    def row(v):  # parts are cut inside the loop: cut before it, the weight would be copied
+        part = lambda start, count: [lax.dynamic_slice_in_dim(w, start, count) for w in weight]
+        starts = jnp.arange(n // size) * size
+        y = lax.map(lambda start: one(v, *part(start, size)), starts).reshape(-1)
+        return jnp.concatenate([y, one(v, *part(n - n % size, n % size))]) if n % size else y
 
     rows = x.reshape(-1, x.shape[-1])
     y = row(rows[0]) if len(rows) == 1 else lax.map(row, rows)
