@@ -1,12 +1,13 @@
 """Time on the device, and time from launch to launch of programs that take turns.
 
 The first is what a profiler saw the device do: the sum of a program's kernels.  The second is a
-clock's: it holds the gaps between kernels, too.  For it JAX programs are launched many times before the host waits once, over operands that change from
-launch to launch so that no cache keeps them.  Where a launch is short beside what the host needs to
-enqueue it, one program runs the op on many sets of operands, one after the other: a barrier makes
-each wait for the previous, so that the compiler neither merges them nor runs them side by side, and
-every result is returned, so that none is dropped.  PyTorch runs the same number of launches between
-two events, recorded as a graph where they are short.
+clock's: it holds the gaps between kernels, too.  For it JAX programs are launched many times before
+the host waits once, over operands that change from launch to launch so that no cache keeps them.
+Where a launch is short beside what the host needs to enqueue it, one program runs the op on many
+sets of operands, one after the other: a barrier makes each wait for the previous, so that the
+compiler neither merges them nor runs them side by side, and every result is returned, so that none
+is dropped.  PyTorch runs the same number of launches between two events, recorded as a graph where
+they are short.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def interleaved(
 
 
 def in_kernels(burst: Burst, launches: int) -> float | None:
-    """Microseconds of a launch that the device was at work; None where no profiler sees a device."""
+    """Microseconds of a launch that the device was at work; None where no profiler sees one."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             burst(launches)
