@@ -135,9 +135,7 @@ def position_by_folding(x: Array, axis: int, largest: bool) -> Array:
     n = x.shape[axis]
     count = min(n, SLICES)
     each = math.ceil(n / count)
-    within = lax.broadcasted_iota(
-        jnp.int32, (*x.shape[:axis], each, *x.shape[axis + 1 :]), axis
-    )
+    within = lax.broadcasted_iota(jnp.int32, (*x.shape[:axis], each, *x.shape[axis + 1 :]), axis)
     found = None
     for i in range(count):
         start = min(i * each, n - each)

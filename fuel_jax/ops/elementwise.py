@@ -5,6 +5,7 @@ JAX's own derivative is not the wanted one (ties, kinks, overflow), the row give
 of ``x``, the result ``y`` and the tangent ``t``.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -151,22 +152,25 @@ def gelu_jvp(x, y, t):
     return t * (0.5 * lax.erfc(u) + saturating(x, density))
 
 
+FLAT = {"float32": 10.05, "float64": 21.15}  # e^(2u) is finite there, and 1/e^(2u) flushed to 0
 TANH_SCALE, CUBE = math.sqrt(2 / math.pi), 0.044715  # Hendrycks & Gimpel 2016, arXiv:1606.08415
 
 
 def gelu_tanh_core(x):
     """½x(1 + tanh u),  u = √(2/π)(x + 0.044715x³).  As x·σ(2u): 1 + tanh cancels below −3."""
-    return x * lax.logistic(2 * TANH_SCALE * (x + CUBE * (x * x * x)))
+    return x / (1 + jnp.exp(-2 * TANH_SCALE * (x + CUBE * (x * x * x))))
 
 
 def gelu_tanh_jvp(x, y, t):
-    """σ(2u) + x·σ(2u)σ(−2u)·2u′, by one exponential; 1 and 0 at ±inf."""
-    z = 2 * TANH_SCALE * (x + CUBE * (x * x * x))
-    e = jnp.exp(-jnp.abs(z))
-    far = 1 / (1 + e)  # σ(|2u|)
-    bend = e * (far * far)
-    slope = jnp.where(bend == 0, 0, bend * (2 * TANH_SCALE) * (1 + 3 * CUBE * (x * x)))
-    return t * (jnp.where(z > 0, far, e * far) + saturating(x, slope))
+    """σ(2u) + x·σ(2u)σ(−2u)·2u′, by one exponential; 1 and 0 at ±inf.
+
+    Beyond FLAT e^(−2u) would leave the range of numbers, and the slope is that at infinity.
+    """
+    end = jnp.asarray(FLAT[x.dtype.name], x.dtype)
+    v = lax.clamp(-end, x, end)
+    e = jnp.exp(-2 * TANH_SCALE * (v + CUBE * (v * v * v)))
+    s = 1 / (1 + e)
+    return t * (s + v * ((e * s) * s) * (2 * TANH_SCALE * (1 + 3 * CUBE * (v * v))))
 
 
 def remainder(a, b):
@@ -243,6 +247,60 @@ le = comparison(K.LessEqualElementwise,    jnp.less_equal,    "a ≤ b.  False w
 gt = comparison(K.GreaterElementwise,      jnp.greater,       "a > b.  False where either is NaN.")
 ge = comparison(K.GreaterEqualElementwise, jnp.greater_equal, "a ≥ b.  False where either is NaN.")
 # fmt: on
+
+
+# -- the normal distribution in float32 on the CPU -------------------------------------------
+
+# Φ(−y) = e^(−y²/2) · tP(t),  t = 1 / (1 + 0.325y),  y ≥ 0.  (The form is Hastings', 1955; a minimax
+# fit of the relative error for y up to 13.5, where it is 6e-8, and P(1) is ½ to the last bit.)
+TAIL_SCALE = 0.325
+TAIL = (
+    *(-0.017932085320353508, 0.11323076486587524, -0.2607440948486328, 0.23374629020690918),
+    *(-0.06248150393366814, 0.12532855570316315, 0.1088029071688652, 0.13042820990085602),
+    0.1296209841966629,
+)
+
+
+def bell(x: Array) -> Array:
+    """e^(−x²/2)."""
+    return jnp.exp(-0.5 * (x * x))
+
+
+@jax.custom_jvp
+def normal_cdf(x: Array) -> Array:
+    """Φ(x), its tail kept.  XLA's erfc evaluates three polynomials and selects."""
+    t = 1 / (1 + TAIL_SCALE * jnp.abs(x))
+    p = functools.reduce(lambda p, c: p * t + c, TAIL[1:], TAIL[0])
+    tail = bell(x) * (t * p)
+    return jnp.where(x > 0, 1 - tail, tail)
+
+
+@normal_cdf.defjvp
+def normal_cdf_jvp(primals, tangents):
+    """The density."""
+    (x,), (t,) = primals, tangents
+    return normal_cdf(x), t * (bell(x) * (1 / math.sqrt(2 * math.pi)))
+
+
+def gelu_by_tail_jvp(x, y, t):
+    """Φ(x) + x·φ(x); 1 and 0 at ±inf.  XLA shares the exponential."""
+    return t * (normal_cdf(x) + saturating(x, bell(x) * (1 / math.sqrt(2 * math.pi))))
+
+
+gelu_by_tail = with_jvp(lambda x: x * normal_cdf(x), gelu_by_tail_jvp)
+
+
+@gelu.kernel(
+    "tail",
+    platforms=("cpu",),
+    refuses=lambda x: "the fit is one for float32" if x.dtype == jnp.float64 else None,
+)
+def gelu_in_float32(x: Array) -> Array:
+    """One exponential and one polynomial for both sides."""
+    return gelu_by_tail(lifted(x)).astype(x.dtype)
+
+
+# -- ops of three arrays, or with parameters -------------------------------------------------
 
 
 def where_examples():

@@ -22,6 +22,8 @@ def in_place(of: Op, kind: K) -> Op:
         destructive_input=0,
         examples=lambda: [next(iter(of.examples()))],  # the functional op has met the others
     )
+    for kernel in of.kernels[:-1]:  # the last is the body
+        op.add(kernel)
     op.__module__ = __name__
     op.__doc__ = f"In place; an eager call deletes the array passed:  {of.__doc__}"
     return enter(op)

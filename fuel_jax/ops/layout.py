@@ -103,11 +103,14 @@ def rounded(x: Array, to: np.dtype) -> Array:
 
     XLA on GPUs drops a rounding that is undone at once: a float32 array cast to F16 and back would
     come out of ``jit`` as it went in.  It keeps what ``reduce_precision`` rounds, and what passes a
-    barrier; the former can be fused, but flushes the subnormal numbers of a narrower exponent.
+    barrier; the former can be fused there, but flushes the subnormal numbers of a narrower
+    exponent.  On the CPU the barrier costs nothing, and rounding twice would.
     """
-    if x.dtype == jnp.float32 and to == jnp.bfloat16:
-        return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(to)
-    return lax.optimization_barrier(x.astype(to))
+    narrow = lambda x: lax.optimization_barrier(x.astype(to))
+    if x.dtype != jnp.float32 or to != jnp.bfloat16:
+        return narrow(x)
+    reduced = lambda x: lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(to)
+    return lax.platform_dependent(x, cpu=narrow, default=reduced)
 
 
 @op(K.Cast, precision=EXACT, rejects=cast_rejects, examples=cast_examples)

@@ -1,8 +1,10 @@
 """Reductions to fewer axes or to a shape, arg-reductions and the running sum."""
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +12,12 @@ import numpy as np
 from jax import lax
 
 from .._op import Precision
-from ..numerics import lifted, wide, zeros
+from ..numerics import is_float, lifted, wide, zeros
 from ..op_kind import OpKind
 from ..registry import op
 from ..types import Array, Floats, Numbers
 from ._extremes import SLICES, extreme, position, position_by_folding
+from ._running import LANES, running_sum
 
 PRECISION = Precision(float32=2e-6)
 Dims = tuple[int, ...] | int | None
@@ -107,14 +110,14 @@ def shape_rejects(x, *, shape: Shape) -> str | None:
 
 
 def examples():
-    """Every axis, one from the end, two around a third, none, and a scalar."""
-    for shape, dims in (((3, 37), None), ((2, 3, 5), (0, -1)), ((4, 3), 0), ((), None)):
+    """Every axis, one from the end, two around a third, a leading one, and a scalar."""
+    for shape, dims in (((3, 37), None), ((2, 3, 5), (0, -1)), ((4, 17), 0), ((), None)):
         yield {"x": jax.ShapeDtypeStruct(shape, jnp.float32), "dims": dims}
 
 
 def shape_examples():
-    """Leading axes dropped, one kept as 1, and all of them."""
-    for shape, target in (((2, 3, 5), (3, 1)), ((4, 7), (4, 1)), ((3,), ())):
+    """One axis dropped and one kept as 1, a leading one, and all of them."""
+    for shape, target in (((2, 3, 5), (3, 1)), ((4, 17), (17,)), ((3,), ())):
         yield {"x": jax.ShapeDtypeStruct(shape, jnp.float32), "shape": target}
 
 
@@ -183,6 +186,68 @@ def reduce_sum_to(x: Numbers[Array, "*shape"], *, shape: Shape) -> Array:
     """
     total = lax.reduce_sum(lifted(x), collapsed(x.shape, shape))
     return lax.reshape(total.astype(x.dtype), shape)
+
+
+# -- sums over leading axes on the CPU -----------------------------------------------------
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def folded_sum(x: Array, axes: tuple[int, ...]) -> Array:
+    """Σ x over leading axes, slice onto slice.  JAX would transpose a slice into a padding."""
+    kept = x.shape[len(axes) :]
+    v, left = x.reshape(-1, math.prod(kept)), []
+    while (n := len(v)) > 1:
+        count = min(n, SLICES)
+        each = n // count
+        left += [v[i : i + 1] for i in range(count * each, n)]
+        v = functools.reduce(lax.add, [v[i * each : (i + 1) * each] for i in range(count)])
+    return functools.reduce(lax.add, left, v).reshape(kept)
+
+
+@folded_sum.defjvp
+def folded_sum_jvp(axes, primals, tangents):
+    """Linear."""
+    return folded_sum(primals[0], axes), lax.reduce_sum(tangents[0], axes)
+
+
+def in_the_way(x: Any, axes: tuple[int, ...]) -> str | None:
+    """Why the sum over ``axes`` of x is not one of slices that lie one after the other."""
+    if not x.size or not axes:
+        return "there is nothing to add up"
+    if axes != tuple(range(len(axes))):
+        return "an axis before those summed is kept: slices would be short"
+    if math.prod(x.shape[len(axes) :]) < SLICES:
+        return "the last axis is summed, which XLA vectorises"
+    return None if x.dtype.itemsize >= 4 else f"{x.dtype.name} is converted before it is summed"
+
+
+def sum_is_no_fold(x, *, dims: Dims) -> str | None:
+    """Other axes than the leading ones."""
+    return in_the_way(x, axes_of(x.ndim, dims))
+
+
+def sum_to_is_no_fold(x, *, shape: Shape) -> str | None:
+    """Other axes than the leading ones."""
+    return in_the_way(x, collapsed(x.shape, shape))
+
+
+@sum_reduce.kernel("folded", platforms=("cpu",), refuses=sum_is_no_fold)
+def sum_by_folding(x: Array, *, dims: Dims) -> Array:
+    """Slice onto slice."""
+    return folded_sum(x, axes_of(x.ndim, dims))
+
+
+@mean_reduce.kernel("folded", platforms=("cpu",), refuses=sum_is_no_fold)
+def mean_by_folding(x: Array, *, dims: Dims) -> Array:
+    """Slice onto slice."""
+    axes = axes_of(x.ndim, dims)
+    return folded_sum(x, axes) / math.prod(x.shape[: len(axes)])
+
+
+@reduce_sum_to.kernel("folded", platforms=("cpu",), refuses=sum_to_is_no_fold)
+def sum_to_by_folding(x: Array, *, shape: Shape) -> Array:
+    """Slice onto slice."""
+    return folded_sum(x, collapsed(x.shape, shape)).reshape(shape)
 
 
 # -- extremes ------------------------------------------------------------------------------
@@ -323,10 +388,27 @@ def cumsum(x: Numbers[Array, "*shape"], *, dim: int) -> Array:
     return lax.cumsum(lifted(x), dim % x.ndim).astype(x.dtype)
 
 
+def no_row(x, *, dim: int) -> str | None:
+    """Another axis than the last, or no floats, or too few of them."""
+    if not is_float(x):
+        return f"{x.dtype.name} is summed one by one"
+    if dim % x.ndim < x.ndim - 1:
+        return f"axis {dim} is not the last"
+    return None if x.shape[dim] > LANES else f"axis {dim} has at most {LANES} elements"
+
+
+@cumsum.kernel("blocks", platforms=("cpu",), refuses=no_row)
+def cumsum_in_blocks(x: Array, *, dim: int) -> Array:
+    """Of the last axis: blocks as long as a vector register."""
+    return running_sum(lifted(x)).astype(x.dtype)
+
+
 def is_last(x, *, dim: int) -> str | None:
     """Steps along the last axis add single elements, and many of them lose digits."""
     if dim % x.ndim == x.ndim - 1:
         return f"axis {dim} is the last: a step would add elements far apart"
+    if x.shape[dim] <= LANES:
+        return f"axis {dim} has at most {LANES} elements: steps are not worth their loop"
     return None if x.shape[dim] <= 2**16 else f"axis {dim} has more than 2^16 elements"
 
 

@@ -83,6 +83,20 @@ def test_long_sums_keep_their_promise(dims):
     np.testing.assert_allclose(mean_reduce(x, dims=dims), np.mean(x, dims, np.float64), rtol=2e-6)
 
 
+@pytest.mark.parametrize("shape", [(1, 20), (2, 1, 40), (3, 700, 17), (1, 1, 16)])
+def test_sums_over_leading_axes(shape):
+    """Slice onto slice, and the slope of each element 1."""
+    x = np.random.default_rng(0).normal(size=shape)
+    for n in range(1, len(shape)):
+        dims = tuple(range(n))
+        for op in (sum_reduce, mean_reduce):
+            np.testing.assert_allclose(op(x, dims=dims), NUMPY[op](x, axis=dims), rtol=1e-11)
+        to = (1,) * n + shape[n:]
+        np.testing.assert_allclose(reduce_sum_to(x, shape=to), x.sum(dims).reshape(to), rtol=1e-11)
+        dx = slope(lambda x, dims=dims: sum_reduce(x, dims=dims) ** 2 / 2, x)
+        np.testing.assert_allclose(dx, np.broadcast_to(x.sum(dims), shape), rtol=1e-11)
+
+
 def test_integers_are_summed_in_their_own_dtype_and_wrap():
     x = jnp.array([200, 100], jnp.uint8)
     assert sum_reduce(x) == 44
@@ -126,6 +140,31 @@ def test_nan_wins_wherever_it_stands(n, dtype):
             assert jnp.isnan(highest).all()
             np.testing.assert_array_equal(where, at)
     assert jnp.isnan(compiled(lambda x: reduce_max_to(x, shape=(len(x), 1)))(x)).all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_nan_of_either_sign_wins(dtype, sign):
+    """As integers, NaN with its sign set is less than −inf."""
+    x = np.zeros((3, 700))
+    x[:, 1], x[:, 2] = inf, -inf
+    x[1, 600] = np.copysign(nan, sign)
+    y = jnp.asarray(x).astype(dtype)
+    for op, end in ((max_reduce, inf), (min_reduce, -inf)):
+        for dims, z in ((1, y), (0, y.T), ((0, 2), y.T.reshape(70, 10, 3).swapaxes(1, 2))):
+            got = compiled(lambda z, op=op, dims=dims: op(z, dims=dims))(z)
+            np.testing.assert_array_equal(got.astype("float32"), [end, nan, end])
+    np.testing.assert_array_equal(argmax_dim(y, dim=1), [1, 600, 1])
+    np.testing.assert_array_equal(argmin_dim(y, dim=1), [2, 600, 2])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64"])
+def test_extremes_of_integers_in_long_rows(dtype):
+    ends = np.iinfo(dtype)
+    x = np.random.default_rng(0).integers(ends.min, ends.max, (5, 700), dtype, endpoint=True)
+    for dim in (0, 1):
+        np.testing.assert_array_equal(max_reduce(jnp.asarray(x), dims=dim), x.max(dim))
+        np.testing.assert_array_equal(min_reduce(jnp.asarray(x), dims=dim), x.min(dim))
 
 
 def test_infinities_and_signed_zeros():
@@ -307,6 +346,46 @@ def test_the_gradient_of_a_running_sum_runs_backwards():
 def test_a_running_sum_of_nothing():
     assert cumsum(jnp.zeros((2, 0)), dim=1).shape == (2, 0)
     assert cumsum(jnp.zeros((0, 2)), dim=1).shape == (0, 2)
+
+
+@pytest.mark.parametrize("n", [17, 33, 272, 4099])
+def test_running_sums_of_rows_in_blocks(n):
+    """More than one level of blocks, whole ones and begun ones; the gradient from the other end."""
+    x = np.random.default_rng(n).normal(size=(3, n)).astype(np.float32)
+    y = np.asarray(compiled(lambda x: cumsum(x, dim=1))(x))
+    want = np.cumsum(x, 1, np.float64)
+    assert np.abs(y - want).max() < cumsum.precision.float32 * np.abs(want).max()
+    back = np.asarray(
+        compiled(lambda x: slope(lambda x: cumsum(x, dim=1), jnp.zeros_like(x), x))(x)
+    )
+    want = np.cumsum(x[:, ::-1], 1, np.float64)[:, ::-1]
+    assert np.abs(back - want).max() < cumsum.precision.float32 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("bad", [nan, inf, -inf])
+def test_what_is_not_finite_stays_in_its_place_across_blocks(bad):
+    x = np.ones((2, 600), np.float32)
+    x[0, 350] = bad
+    run = compiled(lambda x: cumsum(x, dim=1))
+    y = np.asarray(run(x))
+    np.testing.assert_array_equal(y[1], np.arange(1, 601))
+    np.testing.assert_array_equal(y[0, :350], np.arange(1, 351))
+    np.testing.assert_array_equal(y[0, 350:], np.full(250, bad))
+    dx = compiled(lambda x: slope(lambda x: cumsum(x, dim=1), jnp.zeros_like(x), x))(x)
+    np.testing.assert_array_equal(np.asarray(dx)[0, :351], np.full(351, bad))
+    np.testing.assert_array_equal(np.asarray(dx)[0, 351:], np.arange(249, 0, -1))
+
+
+def test_a_running_sum_is_batched_and_differentiated_forward_and_twice():
+    x = np.random.default_rng(0).normal(size=(2, 3, 40))
+    f = lambda x: cumsum(x, dim=0)
+    np.testing.assert_allclose(jax.vmap(jax.vmap(f))(x), np.cumsum(x, 2), rtol=1e-12, atol=1e-12)
+    _, t = jax.jvp(lambda x: cumsum(x, dim=2), (x,), (x,))
+    np.testing.assert_allclose(t, np.cumsum(x, 2), rtol=1e-12, atol=1e-12)
+    square = lambda x: (cumsum(x, dim=2) ** 2).sum() / 2
+    h = jax.jvp(jax.grad(square), (x,), (x,))[1]
+    want = np.cumsum(np.cumsum(x, 2)[..., ::-1], 2)[..., ::-1]
+    np.testing.assert_allclose(h, want, rtol=1e-11, atol=1e-11)
 
 
 # -- bad calls -----------------------------------------------------------------------------
