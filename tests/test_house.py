@@ -46,6 +46,13 @@ def test_mechanism_imports_no_op(path):
     assert not [m for m in imported(path) if m.startswith(("fuel_jax.ops", "fuel_jax.fused"))]
 
 
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent != ROOT / "judge"], ids=name)
+def test_nothing_below_measures(path):
+    if path.name == "__main__.py":
+        pytest.skip("runs it, when asked to")
+    assert not [m for m in imported(path) if m.startswith("fuel_jax.judge")]
+
+
 @pytest.mark.parametrize("path", FILES + KERNEL_FILES, ids=name)
 def test_a_file_is_read_in_one_sitting(path):
     assert len(path.read_text().splitlines()) <= 420
@@ -55,7 +62,7 @@ def test_a_file_is_read_in_one_sitting(path):
 IMPORT = """
 import sys
 import fuel_jax
-heavy = {"matplotlib", "rich", "gguf", "safetensors", "torch"} & set(sys.modules)
+heavy = {"matplotlib", "rich", "gguf", "safetensors", "torch", "fuel_jax.judge"} & set(sys.modules)
 assert not heavy, heavy
 from jax._src import xla_bridge
 assert not xla_bridge._backends, "a device was opened"

@@ -116,7 +116,7 @@ def in_kernels(burst: Burst, launches: int) -> float | None:
 
 def torch_burst(f: Callable[..., Any], sets: Sequence[Any], join: int) -> Burst:
     """Seconds of n launches of a PyTorch function."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     if not torch.cuda.is_available():
 
@@ -151,7 +151,7 @@ def through(f: Callable[..., Any], sets: Sequence[Any], i: int) -> None:
 
 def recorded(f: Callable[..., Any], sets: Sequence[Any]) -> Callable[[int], None]:
     """A graph of ``f`` on each set, replayed."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
