@@ -11,7 +11,7 @@ from ..numerics import product_precision, wide
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
 from ..types import Array, Floats, Pair
-from ._conv_taps import MOST_TAPS, depthwise, weight_gradient
+from ._conv_taps import MOST_TAPS, pointwise, shifted, weight_gradient
 
 PRECISION = Precision(float32=3e-6)
 
@@ -226,44 +226,69 @@ def backward_in_half(x, w, upstream, bias, *, interpret: bool = False, **window)
     return dx, dw, bias_gradient(upstream, bias)
 
 
-def is_depthwise(x, groups: int) -> bool:
-    """Whether each group reads one channel, of several."""
-    return groups == x.shape[1] > 1
+def sums_copies(w, groups: int) -> bool:
+    """Whether a convolution is a short sum of shifted copies: few channels in each group."""
+    return groups > 1 and w.shape[1] * w.shape[2] * w.shape[3] <= MOST_TAPS
 
 
-def not_depthwise(x, w, *rest, groups, **window) -> str | None:
-    """Kernels that are no sum of shifted copies."""
-    return None if is_depthwise(x, groups) else "its groups have several input channels"
+def is_pointwise(x, w, *, stride, padding, dilation, groups) -> bool:
+    """Whether it is a product, and of images large enough to notice."""
+    single = w.shape[2:] == (1, 1) and padding == (0, 0) and groups == 1
+    return single and w.shape[1] * x.shape[2] * x.shape[3] >= 2**12
 
 
-def too_many(x, w, *rest, groups, **window) -> str | None:
-    """Kernels too large to unroll."""
+def not_copies(x, w, *rest, groups, **window) -> str | None:
+    """Kernels that are no short sum of shifted copies."""
+    if groups == 1:
+        return "its channels are not grouped"
+    if sums_copies(w, groups):
+        return None
+    return f"{w.shape[1:]} elements to a sum; it unrolls {MOST_TAPS} at most"
+
+
+def not_pointwise(x, w, *rest, **window) -> str | None:
+    """Kernels that are no product."""
+    if w.shape[2:] != (1, 1) or window["padding"] != (0, 0) or window["groups"] != 1:
+        return "its kernel has several elements, groups or a margin"
+    return "an operand is empty" if x.size == 0 else None
+
+
+def small(x, w, *rest, **window) -> str | None:
+    """Images too small for the difference to show."""
+    return None if is_pointwise(x, w, **window) else "its images are small"
+
+
+def dense(x, w, *rest, groups, **window) -> str | None:
+    """Kernels for which XLA's own program is as fast, or too large to unroll."""
+    if groups == 1 and w.shape[2:] != (1, 1):
+        return "dense convolutions are as fast without"
     taps = w.shape[2] * w.shape[3]
     return None if taps <= MOST_TAPS else f"{taps} taps; it unrolls {MOST_TAPS} at most"
 
 
-def dense(x, w, *rest, groups, **window) -> str | None:
-    """Kernels for which XLA's own program is as fast."""
-    if groups == 1 and w.shape[2:] != (1, 1):
-        return "dense convolutions are as fast without"
-    return too_many(x, w, groups=groups)
-
-
-@conv2d.kernel("taps", platforms=("cpu",), refuses=not_depthwise, declines=too_many)
-def by_taps(x, w, bias, *, groups, stride, padding, dilation):
+@conv2d.kernel("taps", platforms=("cpu",), refuses=not_copies)
+def by_taps(x, w, bias, *, stride, padding, dilation, groups):
     """A sum of shifted copies."""
     out = extents(x, w, stride, padding, dilation)
-    y = depthwise(wide(x), wide(w), out, stride=stride, padding=padding, dilation=dilation)
-    return with_bias(y, bias).astype(x.dtype)
+    window = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    return with_bias(shifted(wide(x), wide(w), out, **window), bias).astype(x.dtype)
+
+
+@conv2d.kernel("product", platforms=("cpu",), refuses=not_pointwise, declines=small)
+def by_product(x, w, bias, *, stride, **window):
+    """A product per image."""
+    return with_bias(pointwise(wide(x), wide(w), stride), bias).astype(x.dtype)
 
 
 @conv2d_backward.kernel("taps", platforms=("cpu",), declines=dense)
 def backward_by_taps(x, w, upstream, bias, *, groups, **window):
-    """The kernel's cotangent as a product per tap, that of x as XLA has it, or shifted copies."""
+    """The kernel's cotangent as a product per tap, that of x as the forward runs."""
     v, g, kernel = wide(x), wide(upstream), w.shape[2:]
     dw = weight_gradient(v, g, kernel, groups=groups, **window)
-    if is_depthwise(x, groups):
-        forward = lambda v: depthwise(v, wide(w), g.shape[2:], **window)
+    if sums_copies(w, groups) and w.shape[0] <= 8 * groups:  # back, each element sums the outputs
+        forward = lambda v: shifted(v, wide(w), g.shape[2:], groups=groups, **window)
+    elif is_pointwise(x, w, groups=groups, **window):
+        forward = lambda v: pointwise(v, wide(w), window["stride"])
     else:
         forward = lambda v: convolved(v, wide(w), groups=groups, **window)
     (dx,) = jax.vjp(forward, v)[1](g)

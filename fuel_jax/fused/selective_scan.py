@@ -219,6 +219,26 @@ def selective_scan(
     return jnp.swapaxes(y, 0, 1).astype(u.dtype), jnp.swapaxes(last, 1, 2)
 
 
+# -- kernels -------------------------------------------------------------------------------
+
+
+def several_steps(u, *rest, **params) -> str | None:
+    """A sequence that it does not take."""
+    return None if u.shape[1] == 1 else f"{u.shape[1]} steps; it takes one"
+
+
+@selective_scan.kernel("one_step", platforms=("cpu",), refuses=several_steps)
+def one_step(u, delta, a, b, c, initial_state, *, delta_softplus):
+    """As when decoding: the state stays in the caller's order, no axis is moved for one step."""
+    step, x, b, c = (wide(z)[:, 0] for z in (delta, u, b, c))
+    step = step_size(step, delta_softplus)
+    h = (step * x)[:, :, None] * b[:, None]
+    if initial_state is not None:
+        h = jnp.exp(step[:, :, None] * wide(a)) * initial_state + h
+    y = total("bdn,bn->bd", h, c)
+    return y[:, None].astype(u.dtype), h
+
+
 # -- as people write it --------------------------------------------------------------------
 
 

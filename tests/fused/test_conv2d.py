@@ -58,14 +58,16 @@ def oracle(x, w, bias, g, *, stride=(1, 1), padding=(0, 0), dilation=(1, 1), gro
     return y, dxp[:, :, inside[0], inside[1]], dw, g.sum((0, 2, 3))
 
 
-@pytest.mark.parametrize("kernel", ["xla", "taps", None])
+@pytest.mark.parametrize("kernel", ["xla", "taps", "product", None])
 @pytest.mark.parametrize("name", WINDOWS)
 def test_value_and_gradients_are_the_loop_s(name, kernel, draw):
     (x, w), window = WINDOWS[name]
     x, w, bias = draw(x, "float64"), draw(w, "float64"), draw(w[:1], "float64")
     op = conv2d
-    if kernel == "taps" and window.get("groups", 1) != x.shape[1]:
-        pytest.skip("pinned forward, it serves depthwise convolutions only")
+    if kernel == "taps" and "groups" not in window:
+        pytest.skip("pinned forward, it serves grouped convolutions only")
+    if kernel == "product" and name != "one by one":
+        pytest.skip("it serves kernels of one element only")
     if kernel:
         op = conv2d.using(kernel)
     y, pull = jax.vjp(lambda *xs: op(*xs, **window), x, w, bias)
@@ -85,6 +87,17 @@ def test_backward_by_taps_whatever_the_forward_was(draw):
         got = conv2d_backward.using("taps")(x, w, g, bias, **window)
         for a, b in zip(got, oracle(x, w, bias, g, **window)[1:], strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-11)
+
+
+def test_a_large_product(draw):
+    """One large enough to be taken for a product, forward and back."""
+    x, w, bias = draw((2, 8, 24, 32)), draw((3, 8, 1, 1)), draw((3,))
+    y, pull = jax.vjp(lambda *xs: conv2d(*xs, stride=2), x, w, bias)
+    g = draw(y.shape)
+    for got, want in zip((y, *pull(g)), oracle(x, w, bias, g, stride=2), strict=True):
+        assert np.abs(np.asarray(got, np.float64) - want).max() <= 3e-6 * np.abs(want).max()
+    served = conv2d.explain(x, w, bias, stride=2).forward
+    assert [choice.kernel.name for choice in served if "cpu" in choice.serves] == ["product"]
 
 
 def test_literally():
@@ -157,14 +170,14 @@ def test_of_nothing():
 
 
 def test_which_form_serves_whom(draw):
-    """Depthwise forward, grouped and pointwise backward: tap by tap on the CPU."""
+    """Grouped forward, grouped and pointwise backward: tap by tap on the CPU."""
     served = lambda choices: next(
         c.kernel.name for c in choices if "cpu" in c.serves or "default" in c.serves
     )
     for groups, shape, forward, backward in (
         (1, (4, 4, 3, 3), "xla", "xla"),
         (1, (4, 4, 1, 1), "xla", "taps"),
-        (2, (4, 2, 3, 3), "xla", "taps"),
+        (2, (4, 2, 3, 3), "taps", "taps"),
         (4, (4, 1, 3, 3), "taps", "taps"),
         (4, (4, 1, 9, 9), "xla", "xla"),
     ):
