@@ -2,14 +2,20 @@
 
 holds     a few blocks of scores: ROWS · sk numbers each (ROWS · window under a window)
 skips     keys that causality or a window hides from every query of a block; where only one side is
-          bounded, up to an eighth of the queries share the range of keys
+          bounded, up to a fifth of the queries share the range of keys
 bound by  compute: as many products as the dense forms have, less what is skipped
 
-A block's scores stay in cache: on the CPU this is several times faster than whole matrices.
+A block's scores stay in cache: on the CPU this is several times faster than whole matrices.  XLA's
+kernels for the CPU take a product, the maximum of its rows, the difference and the exponential in
+one piece if there is nothing else in between, and read weights row by row.  So rows that see no key
+see all of them here, until their result is set to 0; and hidden keys are multiplied, by 0.  If that
+comes out as NaN, the careful forms of ``_attention`` do all of it again.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,14 +23,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..numerics import wide, zeros
+from ..numerics import uncontracted, wide, zeros
 from ..types import Array
 from . import _attention as maths
 from ._attention import Places, Rules
 
 ROWS = 256  # queries of a block, over all heads that share a key head
-SPANS = 8  # ranges of keys; the program grows with their number
+ROWS_SEEING_ALL = 512  # the same where no range of keys depends on the block
+SPANS = 5  # ranges of keys; the program grows with their number,
+SPANS_BACK = 4  # and that of a backward pass is twice as long
 DENSE_BYTES = 4 << 20  # scores up to this size are left to the dense form
+DENSE_BYTES_CPU = 256 << 10  # [2, 4, 128, 32], causal: 0.85 of the dense form's time
 
 
 def refuses(q, k, v, *operands, **params) -> str | None:
@@ -32,15 +41,26 @@ def refuses(q, k, v, *operands, **params) -> str | None:
     return "an operand is empty" if 0 in (*q.shape, *k.shape, *v.shape) else None
 
 
-def declines(q, k, v, *operands, **params) -> str | None:
-    """Why the dense form will do."""
-    b, h, sq, d = q.shape
-    if h * sq <= k.shape[1] * (d + v.shape[-1]):
-        return "the scores take no more memory than keys and values"
-    size = b * h * sq * k.shape[2] * 4
-    if size > DENSE_BYTES:
-        return None
-    return f"the scores take {size / 2**20:.2g} MiB; chunks begin at {DENSE_BYTES >> 20} MiB"
+def declines_up_to(dense: int) -> Callable[..., str | None]:
+    """Why the dense form will do, where it does up to so many bytes of scores."""
+
+    def declines(q, k, v, *operands, **params) -> str | None:
+        b, h, sq, d = q.shape
+        if h * sq <= k.shape[1] * (d + v.shape[-1]):
+            return "the scores take no more memory than keys and values"
+        size = b * h * sq * k.shape[2] * 4
+        if size > dense:
+            return None
+        return f"the scores take {size / 2**20:.2g} MiB; chunks begin at {dense / 2**20:g} MiB"
+
+    return declines
+
+
+declines = declines_up_to(DENSE_BYTES)
+declines_on_cpu = declines_up_to(DENSE_BYTES_CPU)
+
+
+# -- which keys a block reads --------------------------------------------------------------
 
 
 class Span(NamedTuple):
@@ -62,43 +82,57 @@ class Plan(NamedTuple):
     spans: tuple[Span, ...]
 
     @classmethod
-    def of(cls, g: int, sq: int, sk: int, rules: Rules, whole: bool) -> Plan:
-        """``whole``: all keys are in use."""
-        n = -(-sq * g // ROWS)
+    def of(cls, g: int, sq: int, sk: int, rules: Rules, whole: bool, most: int = SPANS) -> Plan:
+        """``whole``: all keys are in use; at ``most`` so many spans."""
+        together = ROWS if rules.left is not None or rules.right is not None else ROWS_SEEING_ALL
+        n = -(-sq * g // together)
         rows = -(-sq // n)
-        return cls(sq, sk, rows, rules, tuple(spans(-(-sq // rows), rows, sq, sk, rules, whole)))
+        n = -(-sq // rows)
+        return cls(sq, sk, rows, rules, tuple(spans(n, rows, sq, sk, rules, whole, most)))
 
     def cut(self, x: Array) -> Array:
-        """``[g, sq, ...]`` as ``[blocks, g, rows, ...]``, padded with zeros."""
+        """``[g, sq, ...]`` as ``[blocks, g · rows, ...]``, padded with zeros."""
         g, sq, *rest = x.shape
         padding = [(0, 0), (0, -sq % self.rows), *[(0, 0) for _ in rest]]
-        return jnp.moveaxis(jnp.pad(x, padding).reshape(g, -1, self.rows, *rest), 1, 0)
+        x = jnp.pad(x, padding).reshape(g, -1, self.rows, *rest)
+        return jnp.moveaxis(x, 1, 0).reshape(-1, g * self.rows, *rest)
 
     def join(self, parts: list[Array]) -> Array:
         """The inverse of :meth:`cut`, of the blocks of every span."""
-        x = jnp.moveaxis(jnp.concatenate(parts), 0, 1)
+        x = jnp.concatenate(parts)
+        x = jnp.moveaxis(x.reshape(len(x), -1, self.rows, *x.shape[2:]), 1, 0)
         return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : self.sq]
 
-    def keys(self, span: Span, start: Array, length: Array | None) -> tuple[Array, Places]:
-        """The first key that the block of queries from ``start`` on reads, and the places."""
+    def keys(self, span: Span, start: Array, length: Array | None) -> tuple[Any, Block]:
+        """The first key that the block of queries from ``start`` on reads, and the block."""
+        left, right = self.rules.left, self.rules.right
         shift = start + (self.sk if length is None else length) - self.sq
         if span.width == span.high - span.low:
-            first = jnp.int32(span.low)
+            first = span.low
         else:
-            assert self.rules.left is not None
-            first = jnp.clip(shift - self.rules.left, span.low, span.high - span.width)
+            assert left is not None
+            first = jnp.clip(shift - left, span.low, span.high - span.width)
         q = maths.count(self.rows)[:, None] + shift
-        return first, Places(q, maths.count(span.width) + first, length)
+        empty = None
+        if length is not None:
+            last = length - 1 if right is None else jnp.minimum(length - 1, q + right)
+            low = 0 if left is None else jnp.maximum(0, q - left)
+            empty = jnp.broadcast_to(low > last, q.shape)
+        elif right is not None and self.sk - self.sq + right < 0:
+            empty = q + right < 0
+        return first, Block(Places(q, maths.count(span.width) + first, length), self.rules, empty)
 
 
-def spans(n: int, rows: int, sq: int, sk: int, rules: Rules, whole: bool) -> Iterator[Span]:
+def spans(
+    n: int, rows: int, sq: int, sk: int, rules: Rules, whole: bool, most: int
+) -> Iterator[Span]:
     """The ``n`` blocks of a head, by the keys they can see whatever ``k_len`` is."""
     left, right = rules.left, rules.right
     if left is not None and right is not None:
         yield Span(slice(0, n), 0, sk, min(sk, rows + left + right))
         return
     hides = right is not None or (left is not None and whole)
-    each = -(-n // SPANS) if hides else n
+    each = -(-n // most) if hides else n
     for i in range(0, n, each):
         first, end = i * rows, min(sq, (i + each) * rows)  # queries
         high = sk if right is None else min(sk, max(1, end + sk - sq + right))
@@ -106,7 +140,139 @@ def spans(n: int, rows: int, sq: int, sk: int, rules: Rules, whole: bool) -> Ite
         yield Span(slice(i, min(n, i + each)), low, high, high - low)
 
 
-def by_head(f: Callable[..., Any], xs: dict[str, Any], b: int, hk: int) -> Any:
+def over(blocks: Callable[..., Any], state: Any, xs: Any) -> tuple[Any, Any]:
+    """``lax.scan``, without a loop for a single block."""
+    if len(jax.tree.leaves(xs)[0]) > 1:
+        return lax.scan(blocks, state, xs)
+    state, y = blocks(state, jax.tree.map(lambda x: x[0], xs))
+    return state, jax.tree.map(lambda y: y[None], y)
+
+
+# -- a block -------------------------------------------------------------------------------
+#
+# Queries are [g · rows, d]: scores in two axes, which XLA's kernels want.
+
+
+class Block(NamedTuple):
+    """Where the queries and keys of a block stand, and which of its rows see nothing."""
+
+    at: Places
+    rules: Rules
+    empty: Array | None  # [rows, 1]; None: every row sees a key
+
+    def by_head(self, x: Array) -> Array:
+        """``[g · rows, ...]`` as ``[g, rows, ...]``."""
+        return x.reshape(-1, len(self.at.q), *x.shape[1:])
+
+    def with_empty(self, value: float, x: Array) -> Array:
+        """``x [g · rows, n]`` with ``value`` in the empty rows."""
+        if self.empty is None:
+            return x
+        return jnp.where(self.empty, value, self.by_head(x)).reshape(x.shape)
+
+
+def weights(
+    q: Array, k: Array, slopes: Array | None, block: Block
+) -> tuple[Array, Array, Array, Array | None]:
+    """``exp(s − m)``, its row sums, the row maxima m, the derivative of the cap.
+
+    Empty rows get those of rows that see everything, so that nothing becomes NaN.
+    """
+    at, rules, empty = block
+    s, bend, seen = maths.einsum("qd,kd->qk", q, k), None, at.seen(rules)
+    if rules.softcap is not None:
+        capped = jnp.tanh(s / rules.softcap)
+        s, bend = rules.softcap * capped, 1 - jnp.square(capped)
+    if slopes is not None:
+        s = (block.by_head(s) - slopes * maths.distance(at, s)).reshape(s.shape)
+    if seen is not None:
+        seen = seen if empty is None else seen | empty
+        s = jnp.where(seen, block.by_head(s), -jnp.inf).reshape(s.shape)
+    s = uncontracted(s)
+    m = jnp.max(s, -1, keepdims=True)
+    e = jnp.exp(s - m)
+    return e, jnp.sum(e, -1, keepdims=True), m, bend
+
+
+def attend(q: Array, k: Array, v: Array, slopes: Array | None, block: Block) -> tuple[Array, Array]:
+    """Result and log-sum-exp."""
+    e, total, m, _ = weights(q, k, slopes, block)
+    o = block.with_empty(0, maths.einsum("qk,kd->qd", e, v) / total)
+    return o, block.with_empty(-jnp.inf, m + jnp.log(total))[:, 0]
+
+
+def carefully_attend(
+    q: Array, k: Array, v: Array, slopes: Array | None, block: Block
+) -> tuple[Array, Array]:
+    """The same; nothing leaks."""
+    q = block.by_head(q)
+    o, lse = maths.normalised(*maths.attend(q, k, v, slopes, block.at, block.rules))
+    return o.reshape(-1, o.shape[-1]), lse.reshape(-1)
+
+
+def gradients(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    dlse: Array | None,
+    slopes: Array | None,
+    block: Block,
+) -> tuple[Array, Array, Array, Array | None]:
+    """(dq, dkᵀ, dvᵀ, dslopes): ``maths.gradients``, with 1/Σe on the small operands.
+
+    Transposed, because ``dsᵀ·q`` would copy ds to transpose it; behind a barrier, because XLA would
+    rather leave the transposition of q and g to a slower product.
+    """
+    e, total, _, bend = weights(q, k, slopes, block)
+    share, g = block.with_empty(0, 1 / total), block.with_empty(0, g)
+    dp = maths.einsum("qd,kd->qk", g, v)
+    mean = jnp.sum(e * dp, -1, keepdims=True) * share
+    if dlse is not None:
+        mean = mean - block.with_empty(0, dlse[:, None])
+    ds = e * (dp - mean)
+    dslopes = None
+    if slopes is not None:
+        along = jnp.sum(block.by_head(ds) * maths.distance(block.at, ds), -1)
+        dslopes = -jnp.sum(along * share.reshape(along.shape), -1)
+    if bend is not None:
+        ds = ds * bend
+    dq = maths.einsum("qk,kd->qd", ds, k) * share
+    q, g = (lax.optimization_barrier((x * share).T) for x in (q, g))
+    return dq, maths.einsum("dq,qk->dk", q, ds), maths.einsum("dq,qk->dk", g, e), dslopes
+
+
+def careful_gradients(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    dlse: Array | None,
+    slopes: Array | None,
+    block: Block,
+) -> tuple[Array, Array, Array, Array | None]:
+    """The same; nothing leaks."""
+    q, g = block.by_head(q), block.by_head(g)
+    dlse = None if dlse is None else block.by_head(dlse)
+    parts = maths.gradients(q, k, v, g, dlse, slopes, block.at, block.rules)
+    dq, dk, dv, dslopes = parts
+    return dq.reshape(-1, dq.shape[-1]), dk.T, dv.T, dslopes
+
+
+def unless_leaking(run: Callable[..., Any], fast: Any, careful: Any, most: int) -> Any:
+    """``run(fast, most)``, but ``run(careful, 1)`` if that is not finite.
+
+    Once for all heads, and as one small program: it is hardly ever needed.
+    """
+    result, telling = run(fast, most)
+    finite = functools.reduce(operator.and_, map(maths.all_finite, telling))
+    return lax.cond(finite, lambda: result, lambda: run(careful, 1)[0])
+
+
+# -- all of them ---------------------------------------------------------------------------
+
+
+def by_key_head(f: Callable[..., Any], xs: dict[str, Any], b: int, hk: int) -> Any:
     """``f(**x)`` for every key head of every sequence, one after the other; results stacked."""
     present = {n: x.reshape(b * hk, *x.shape[2:]) for n, x in xs.items() if x is not None}
     return lax.map(lambda x: f(**(dict.fromkeys(xs) | x)), present)
@@ -125,32 +291,41 @@ def heads(q, k, v, alibi, k_len) -> tuple[dict[str, Any], Array | None]:
     return xs, valid
 
 
+def seen_by(span: Span, first: Any, *arrays: Array) -> list[Array]:
+    """The keys that a block of a span reads."""
+    return [lax.dynamic_slice_in_dim(x, first, span.width) for x in arrays]
+
+
 def forward(q, k, v, alibi, k_len, *, softmax_scale, softcap, return_lse, **windows):
     """Each block of queries against all the keys it sees."""
     (b, h, sq, _), (_, hk, sk, _) = q.shape, k.shape
     scale = maths.scale_of(q, softmax_scale)
     rules = Rules.of(sq, sk, softcap=softcap, **windows)
-    plan = Plan.of(h // hk, sq, sk, rules, k_len is None)
     xs, valid = heads(q, k, v, alibi, k_len)
 
-    def head(q, k, v, slopes, length):
-        dtype, q, k, v = q.dtype, plan.cut(wide(q) * scale), wide(k), wide(v)
-        parts = []
-        for span in plan.spans:
+    def run(attend, most):
+        plan = Plan.of(h // hk, sq, sk, rules, k_len is None, most)
 
-            def block(x, span=span):
-                start, q = x
-                first, at = plan.keys(span, start, length)
-                ks, vs = (lax.dynamic_slice_in_dim(x, first, span.width) for x in (k, v))
-                o, lse = maths.normalised(*maths.attend(q, ks, vs, slopes, at, rules))
-                return o.astype(dtype), lse
+        def head(q, k, v, slopes, length):
+            dtype, q, k, v = q.dtype, plan.cut(wide(q) * scale), wide(k), wide(v)
+            parts = []
+            for span in plan.spans:
 
-            starts = maths.count(len(q)) * plan.rows
-            parts.append(lax.map(block, (starts[span.blocks], q[span.blocks])))
-        return [plan.join(list(part)) for part in zip(*parts, strict=True)]
+                def block(_, x, span=span):
+                    start, q = x
+                    first, where = plan.keys(span, start, length)
+                    o, lse = attend(q, *seen_by(span, first, k, v), slopes, where)
+                    return None, (o.astype(dtype), lse)
 
-    o, lse = by_head(head, xs, b, hk)
-    o, lse = o.reshape(b, h, sq, -1), lse.reshape(b, h, sq)
+                starts = maths.count(len(q)) * plan.rows
+                parts.append(over(block, None, (starts[span.blocks], q[span.blocks]))[1])
+            return [plan.join(list(part)) for part in zip(*parts, strict=True)]
+
+        o, lse = by_key_head(head, xs, b, hk)
+        o, lse = o.reshape(b, h, sq, -1), lse.reshape(b, h, sq)
+        return (o, lse), (o,)
+
+    o, lse = unless_leaking(run, attend, carefully_attend, SPANS)
     o, lse = maths.nan_unless(valid, o), maths.nan_unless(valid, lse)
     return (o, lse) if return_lse else o
 
@@ -160,43 +335,48 @@ def backward(q, k, v, o, lse, do, dlse, alibi, k_len, *, softmax_scale, softcap,
     (b, h, sq, _), (_, hk, sk, _) = q.shape, k.shape
     scale = maths.scale_of(q, softmax_scale)
     rules = Rules.of(sq, sk, softcap=softcap, **windows)
-    plan = Plan.of(h // hk, sq, sk, rules, k_len is None)
     xs, _ = heads(q, k, v, alibi, k_len)
     xs["do"], xs["dlse"] = (x if x is None else maths.grouped(x, hk) for x in (do, dlse))
 
-    def head(q, k, v, slopes, length, do, dlse):
-        dtype, k, v = q.dtype, wide(k), wide(v)
-        queries = {"q": plan.cut(wide(q) * scale), "g": plan.cut(wide(do))}
-        if dlse is not None:
-            queries["dlse"] = plan.cut(dlse)
-        sums = zeros(k.shape, k), zeros(v.shape, v), zeros(q.shape[:1], k)
-        parts = []
-        for span in plan.spans:
+    def run(gradients, most):
+        plan = Plan.of(h // hk, sq, sk, rules, k_len is None, most)
 
-            def block(sums, x, span=span):
-                start, x = x
-                first, at = plan.keys(span, start, length)
-                ks, vs = (lax.dynamic_slice_in_dim(x, first, span.width) for x in (k, v))
-                given = x["q"], ks, vs, x["g"], x.get("dlse"), slopes, at, rules
-                dq, dk, dv, dslopes = maths.gradients(*given)
-                dks, dvs, total = sums
-                total = total if dslopes is None else total + dslopes
-                sums = added(dks, dk, first), added(dvs, dv, first), total
-                return sums, (dq * scale).astype(dtype)
+        def head(q, k, v, slopes, length, do, dlse):
+            dtype, k, v = q.dtype, wide(k), wide(v)
+            queries = {"q": plan.cut(wide(q) * scale), "g": plan.cut(wide(do))}
+            if dlse is not None:
+                queries["dlse"] = plan.cut(dlse)
+            sums = zeros(k.shape[::-1], k), zeros(v.shape[::-1], v), zeros(q.shape[:1], k)
+            parts = []
+            for span in plan.spans:
 
-            starts = maths.count(len(queries["q"])) * plan.rows
-            mine = jax.tree.map(lambda x, span=span: x[span.blocks], (starts, queries))
-            sums, dq = lax.scan(block, sums, mine)
-            parts.append(dq)
-        dk, dv, dslopes = sums
-        return plan.join(parts), dk.astype(dtype), dv.astype(dtype), dslopes
+                def block(sums, x, span=span):
+                    start, x = x
+                    first, where = plan.keys(span, start, length)
+                    ks, vs = seen_by(span, first, k, v)
+                    given = x["q"], ks, vs, x["g"], x.get("dlse"), slopes, where
+                    dq, dk, dv, dslopes = gradients(*given)
+                    dks, dvs, total = sums
+                    total = total if dslopes is None else total + dslopes
+                    sums = added(dks, dk, first), added(dvs, dv, first), total
+                    return sums, (dq * scale).astype(dtype)
 
-    dq, dk, dv, dslopes = by_head(head, xs, b, hk)
+                starts = maths.count(len(queries["q"])) * plan.rows
+                mine = jax.tree.map(lambda x, span=span: x[span.blocks], (starts, queries))
+                sums, dq = over(block, sums, mine)
+                parts.append(dq)
+            dk, dv, dslopes = sums
+            return plan.join(parts), dk.T.astype(dtype), dv.T.astype(dtype), dslopes
+
+        found = by_key_head(head, xs, b, hk)
+        return found, found[:3]
+
+    dq, dk, dv, dslopes = unless_leaking(run, gradients, careful_gradients, SPANS_BACK)
     dalibi = None if alibi is None else dslopes.reshape(b, h).sum(0).astype(alibi.dtype)
     return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape), dalibi
 
 
-def added(total: Array, part: Array, first: Array) -> Array:
-    """``total`` with ``part`` added to its rows from ``first`` on."""
-    old = lax.dynamic_slice_in_dim(total, first, len(part))
-    return lax.dynamic_update_slice_in_dim(total, old + part, first, 0)
+def added(total: Array, part: Array, first: Any) -> Array:
+    """``total [d, sk]`` with ``part`` added to its columns from ``first`` on."""
+    old = lax.dynamic_slice_in_dim(total, first, part.shape[1], 1)
+    return lax.dynamic_update_slice_in_dim(total, old + part, first, 1)

@@ -388,9 +388,11 @@ def by_flash_attn(i: int):
     return run
 
 
-limits: dict[str, Any] = {"refuses": chunked.refuses, "declines": chunked.declines}
-flash_attn.kernel("chunked", **limits)(chunked.forward)
-flash_attn_backward.kernel("chunked", **limits)(chunked.backward)
+on_cpu: dict[str, Any] = {"platforms": ("cpu",), "declines": chunked.declines_on_cpu}
+elsewhere: dict[str, Any] = {"declines": chunked.declines}
+for name, limits in (("chunked_cpu", on_cpu), ("chunked", elsewhere)):
+    flash_attn.kernel(name, refuses=chunked.refuses, **limits)(chunked.forward)
+    flash_attn_backward.kernel(name, refuses=chunked.refuses, **limits)(chunked.backward)
 flash_attn_backward_q.kernel("flash_attn")(by_flash_attn(0))
 flash_attn_backward_k.kernel("flash_attn")(by_flash_attn(1))
 flash_attn_backward_v.kernel("flash_attn")(by_flash_attn(2))

@@ -303,16 +303,33 @@ def test_partial_results_combine_through_lse(qkv):
 # -- what it costs -----------------------------------------------------------------------------
 
 
+def temporaries(f, *xs, backward):
+    """Bytes that the compiled program holds beside operands and results."""
+    loss = lambda *xs: jnp.sum(f(*xs))
+    program = jax.jit(jax.grad(loss, (0, 1, 2)) if backward else f)
+    return program.lower(*xs).compile().memory_analysis().temp_size_in_bytes
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size_left": 100}], ids=str)
 @pytest.mark.parametrize("backward", [False, True])
 def test_blocks_bound_memory(backward, options):
+    """Far below one matrix of scores, and what whole matrices take.
+
+    (XLA:CPU computes the naive form without a mask in one piece, and does not say what that takes.)
+    """
     n = 4096
     x = jax.ShapeDtypeStruct((1, 8, n, 64), jnp.float32)
     assert flash_attn.explain(x, x, x, **options).forward[0].serves
-    f = lambda q, k, v: jnp.sum(flash_attn(q, k, v, **options))
-    program = jax.jit(jax.grad(f, (0, 1, 2)) if backward else f)
-    scores = 8 * n * n * 4
-    assert program.lower(x, x, x).compile().memory_analysis().temp_size_in_bytes < scores / 8
+
+    def naive(q, k, v):
+        s = jnp.einsum("bhqd,bhkd->bhqk", q, k) / 8
+        s = jnp.where(jnp.tri(n, dtype=bool), s, -jnp.inf) if options else s
+        return jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(s), v)
+
+    ours = temporaries(functools.partial(flash_attn, **options), x, x, x, backward=backward)
+    assert ours < 8 * n * n * 4 / 8
+    if options or backward:
+        assert ours < temporaries(naive, x, x, x, backward=backward) / 8
 
 
 def read(sq, sk, *, whole=True, **options):
@@ -325,19 +342,21 @@ def read(sq, sk, *, whole=True, **options):
 def test_what_nobody_sees_is_not_computed():
     n = 8192
     assert read(n, n) == n * n
-    assert read(n, n, causal=True) < 0.57 * n * n
-    assert read(n, n, causal=True, whole=False) < 0.57 * n * n
+    assert read(n, n, causal=True) < 0.61 * n * n
+    assert read(n, n, causal=True, whole=False) < 0.61 * n * n
     for whole in (False, True):
         window = {"window_size_left": 100, "window_size_right": 28, "whole": whole}
         assert read(n, n, **window) == n * (chunked.ROWS + 128)
-    assert read(n, n, window_size_left=0) < 0.57 * n * n
+    assert read(n, n, window_size_left=0) < 0.61 * n * n
     assert read(1, n, causal=True) == n
 
 
 def test_small_and_decoding_are_left_to_the_dense_form():
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    small = f32(1, 8, 256, 64)
-    assert "chunks begin at" in str(flash_attn.explain(small, small, small))
+    small, smaller = f32(1, 8, 256, 64), f32(1, 8, 80, 16)
+    assert "chunks begin at 4 MiB" in str(flash_attn.explain(small, small, small))
+    assert "chunks begin at 0.25 MiB" in str(flash_attn.explain(smaller, smaller, smaller))
+    assert flash_attn.explain(small, small, small).forward[0].serves == ("cpu",)
     cache = f32(64, 8, 8192, 64)
     assert "no more memory than keys" in str(flash_attn.explain(f32(64, 8, 1, 64), cache, cache))
 
