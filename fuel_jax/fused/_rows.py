@@ -49,7 +49,7 @@ class Rows:
         return self.read(found[:, 0])
 
     def map(self, f: Callable[..., tuple[Array, ...]], *others: Array) -> tuple[Array, ...]:
-        """``f`` of some rows, and of the same rows of the others; the last reach back if too few."""
+        """``f`` of some rows, with theirs of the others; the last ones reach back if too few."""
         count = len(self.stored)
         together = min(TOGETHER, count)
 

@@ -252,9 +252,10 @@ def backward_by_rows(logits, targets, lse, upstream, dlse, *, reduction, ignore_
     if logits.dtype.itemsize == 2:  # XLA's CPU backend widens what is scattered to
         here = jnp.arange(logits.shape[-1], dtype=jnp.int32) == column(label)
         less = jnp.where(here, column(g), 0)
-        d = slope(wide(rows.matrix), *map(column, (lse, scale)), less, column(unused))
+        v = wide(rows.matrix)
+        d = slope(v, column(lse), column(scale), less, column(unused))
     else:
-        d = slope(rows.matrix, *map(column, (lse, scale)), 0.0, column(unused))
+        d = slope(rows.matrix, column(lse), column(scale), 0.0, column(unused))
         place = jnp.where(label < 0, logits.shape[-1], label)
         here = slope(rows.at(jnp.maximum(label, 0)), lse, scale, g, unused)
         d = d.at[jnp.arange(len(d)), place].set(here, mode="drop", unique_indices=True)

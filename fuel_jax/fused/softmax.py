@@ -12,6 +12,7 @@ from ..numerics import exp_below_max, uncontracted, wide
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
 from ..types import Array, Floats
+from ._rows import Rows, sums, taken_together
 
 PRECISION = Precision(float32=2e-6)
 
@@ -159,6 +160,15 @@ def log_softmax_last_dim(x: Floats[Array, "*batch n"]) -> Floats[Array, "*batch 
     v = wide(x)
     e, m = exp_below_max(v)
     return (uncontracted(v) - m - jnp.log(jnp.sum(e, -1, keepdims=True))).astype(x.dtype)
+
+
+@log_softmax_last_dim.kernel("rows", platforms=("cpu",), declines=taken_together)
+def log_softmax_by_rows(x):
+    """A few rows at a time, then the differences: no exponential is stored."""
+    if x.size == 0:
+        return x
+    m, total = (y.reshape(*x.shape[:-1], 1) for y in Rows(x).map(sums))
+    return (uncontracted(wide(x)) - m - jnp.log(total)).astype(x.dtype)
 
 
 @log_softmax_last_dim.spelling(axes={"x": "*batch n"}, last="n")
