@@ -95,6 +95,7 @@ from .ops.cache import (
     write_slice_doff as write_slice_doff,
     write_slice_rotating as write_slice_rotating,
 )
+from .ops.cumsum import cumsum as cumsum
 from .ops.elementwise import (
     abs as abs,
     add as add,
@@ -186,7 +187,6 @@ from .ops.padding import pad as pad, pad_backward as pad_backward
 from .ops.reduce import (
     argmax_dim as argmax_dim,
     argmin_dim as argmin_dim,
-    cumsum as cumsum,
     max_reduce as max_reduce,
     mean_reduce as mean_reduce,
     min_reduce as min_reduce,

@@ -52,8 +52,8 @@ def declines(x: Any, *, dim: int) -> str | None:
     return None
 
 
-def kernel(x_ref, y_ref, *, tile: Tile) -> None:
-    """Some rows, from their beginnings to their ends."""
+def kernel(x_ref, y_ref, *, tile: Tile, reverse: bool) -> None:
+    """Some rows, from their beginnings to their ends, or back."""
     rows, n = x_ref.shape
     row = (pl.program_id(0) * tile.rows + counted(tile.rows))[:, None]
     inside = [row < rows] * (rows % tile.rows > 0)
@@ -64,8 +64,11 @@ def kernel(x_ref, y_ref, *, tile: Tile) -> None:
         masks = inside + [column < n] * masked
         mask = functools.reduce(jnp.logical_and, masks) if masks else None
         mask = None if mask is None else jnp.broadcast_to(mask, (tile.rows, tile.columns))
-        x = read(x_ref, (row, column), mask, None if mask is None else 0.0)
-        write(y_ref, (row, column), total + jnp.cumsum(x, 1), mask)
+        # What is beyond the end stays there: a negative index would count from the other.
+        at = jnp.where(column < n, n - 1 - column, column) if reverse else column
+        index = (row, at)
+        x = read(x_ref, index, mask, None if mask is None else 0.0)
+        write(y_ref, index, total + jnp.cumsum(x, 1), mask)
         return total + jnp.sum(x, 1, keepdims=True)
 
     total = jnp.zeros((tile.rows, 1), jnp.float32)
@@ -82,25 +85,30 @@ def cut(rows: int, n: int) -> Tile:
     return Tile(min(SIZE // columns, pl.next_power_of_2(rows)), columns, 4)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def differences(y: jax.Array) -> jax.Array:
+    """What running sums are of."""
+    return y - jnp.pad(y[:, :-1], ((0, 0), (1, 0)))
+
+
 def along_rows(x: jax.Array, tile: Tile, interpret: bool) -> jax.Array:
-    """Running sums of the rows of a matrix; in float32, rounded once."""
-    return launch(
-        functools.partial(kernel, tile=tile),
-        "cumsum",
-        out=like(x),
-        grid=(pl.cdiv(x.shape[0], tile.rows),),
-        warps=tile.warps,
-        interpret=interpret,
-    )(x)
+    """Running sums of the rows of a matrix; in float32, rounded once.
 
+    A kernel has no derivative.  This one is said to solve a linear system, differences = x, whose
+    transpose is solved by the same from the other end.
+    """
 
-@along_rows.defjvp
-def along_rows_jvp(tile, interpret, primals, tangents):
-    """XLA's: it has a transpose, and a kernel none."""
-    (x,), (t,) = primals, tangents
-    slope = lax.cumsum(t.astype(jnp.float32), 1).astype(x.dtype)
-    return along_rows(x, tile, interpret), slope
+    def solve(x, reverse):
+        return launch(
+            functools.partial(kernel, tile=tile, reverse=reverse),
+            "cumsum",
+            out=like(x),
+            grid=(pl.cdiv(x.shape[0], tile.rows),),
+            warps=tile.warps,
+            interpret=interpret,
+        )(x)
+
+    forth, back = (lambda _, x: solve(x, False)), (lambda _, x: solve(x, True))
+    return lax.custom_linear_solve(differences, x, forth, back)
 
 
 def cumsum(

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fuel_jax.ops.cumsum import cumsum
 from fuel_jax.ops.reduce import (
     argmax_dim,
     argmin_dim,
-    cumsum,
     max_reduce,
     mean_reduce,
     min_reduce,
