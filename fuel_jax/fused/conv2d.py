@@ -203,20 +203,22 @@ def not_half(x, *rest, **window) -> str | None:
     return None if x.dtype.itemsize == 2 else f"operands are {x.dtype.name}, not of a half type"
 
 
-def rounds_twice(x, w, bias, **window) -> str | None:
-    """Operands for which the form in the operands' dtype is not the decomposition rounded once."""
-    if bias is not None:
-        return "its sums are rounded before the bias could be added"
-    return not_half(x)
+def with_half_bias(y: Array, bias: Array | None) -> Array:
+    """``y`` and the bias of each channel, in their own dtype.
+
+    XLA hands both to cuDNN in one call, which adds in float32 and rounds once: measured on an
+    H200, a bias that cancels sums of 583 leaves 1.9467 with an error of 0.0025.
+    """
+    return y if bias is None else y + bias[:, None, None]
 
 
-@conv2d.kernel("half", platforms=("cuda",), refuses=rounds_twice)
+@conv2d.kernel("half", platforms=("cuda",), refuses=not_half)
 def in_half(x, w, bias, *, interpret: bool = False, **window):
     """Half operands as they are: cuDNN sums them in float32 and rounds the sums.
 
-    Widened ones run without tensor cores, twelve times slower on an H200.
+    Widened ones run without tensor cores, fourteen times slower on an H200.
     """
-    return convolved(x, w, **window)
+    return with_half_bias(convolved(x, w, **window), bias)
 
 
 @conv2d_backward.kernel("half", platforms=("cuda",), refuses=not_half)

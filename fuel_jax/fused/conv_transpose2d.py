@@ -10,7 +10,7 @@ from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
 from ..types import Array, Floats, Pair
 from ._conv_taps import weight_gradient
-from .conv2d import bias_gradient, convolved, dense, not_half, rounds_twice, with_bias
+from .conv2d import bias_gradient, convolved, dense, not_half, with_bias, with_half_bias
 
 PRECISION = Precision(float32=3e-6)
 
@@ -212,10 +212,10 @@ def conv_transpose2d(
 # -- kernels -------------------------------------------------------------------------------
 
 
-@conv_transpose2d.kernel("half", platforms=("cuda",), refuses=rounds_twice)
+@conv_transpose2d.kernel("half", platforms=("cuda",), refuses=not_half)
 def in_half(x, w, bias, *, interpret: bool = False, **window):
     """Half operands as they are: see conv2d."""
-    return transposed(x, w, **window)
+    return with_half_bias(transposed(x, w, **window), bias)
 
 
 @conv_transpose2d_backward.kernel("half", platforms=("cuda",), refuses=not_half)
