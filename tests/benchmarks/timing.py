@@ -31,8 +31,9 @@ def timed(run: Callable[[], Any], repeats: int = 1) -> float:
 def taking_turns(runs: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
     """Seconds of a run of each program in each round; what else the machine does falls on all.
 
-    The order goes through all permutations, so that none profits from what another left in the
-    caches or suffers from its threads, which spin for a while.  Short runs are timed in bursts.
+    The order goes through all permutations, so that none always profits from what another left in
+    the caches.  Short runs are timed in bursts, after one that does not count: the threads of the
+    program before may still be spinning.
     """
     for run in runs.values():
         run()
@@ -44,6 +45,8 @@ def taking_turns(runs: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
     rounds = int(SECONDS * max(1, len(runs) - 1) / a_round)
     for order in itertools.islice(orders, max(LEAST, rounds)):
         for name in order:
+            if repeats[name] > 1:
+                runs[name]()
             took[name].append(timed(runs[name], repeats[name]))
     return took
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+# PyTorch's threads would spin for 10 ms when it is done, on the cores of the program whose turn is
+# next.  This is 0.1 ms: enough from one of its own runs to the next.  Read when libgomp is loaded.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
 import jax
 import numpy as np
 import torch
