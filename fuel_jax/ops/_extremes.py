@@ -66,22 +66,33 @@ def keeping_nan(x: Array, axes: tuple[int, ...], largest: bool) -> Array:
     half = is_float(x) and x.dtype.itemsize == 2
     v, reduced = merged(ordered(x, largest) if half else x, axes)
     least = LEAST if is_float(v) else SLICES
-    for axis in reduced:
-        v = folded(v, axis, pick, least if axis == v.ndim - 1 else 1)
-    if v.ndim - 1 in reduced and v.shape[-1] > 1:
-        v = v.reshape(-1, v.shape[-1])
-        v = reduced_with_flag(v, largest) if is_float(v) else reduce(v, (1,))
+    for axis in reversed(reduced):
+        last = axis == v.ndim - 1
+        v = folded(v, axis, pick, least if last else 2)
+        # XLA computes a reduction once, an elementwise maximum again wherever it is broadcast.
+        if not is_float(v):
+            v = reduce(v, (axis,))
+        else:
+            v = (reduced_with_flag if last else reduced_by_selecting)(v, axis, largest)
     v = v.reshape([n for a, n in enumerate(x.shape) if a not in axes])
     return unordered(v, x.dtype) if half else v
 
 
-def reduced_with_flag(v: Array, largest: bool) -> Array:
-    """Extremes of rows, and whether they hold NaN."""
+def reduced_with_flag(v: Array, axis: int, largest: bool) -> Array:
+    """Extremes along the last axis, and whether it holds NaN: vectorised."""
     pick = lax.max if largest else lax.min
     join = lambda left, right: (pick(left[0], right[0]), left[1] | right[1])
     start = jnp.asarray(-jnp.inf if largest else jnp.inf, v.dtype), jnp.zeros((), jnp.int32)
-    y, flag = lax.reduce((v, (v != v).astype(jnp.int32)), start, join, (1,))
+    y, flag = lax.reduce((v, (v != v).astype(jnp.int32)), start, join, (axis,))
     return jnp.where(flag > 0, jnp.nan, y)
+
+
+def reduced_by_selecting(v: Array, axis: int, largest: bool) -> Array:
+    """Extremes along another axis."""
+    wins = lax.ge if largest else lax.le
+    join = lambda a, b: jnp.where(wins(a, b) | (a != a), a, b)
+    start = jnp.asarray(-jnp.inf if largest else jnp.inf, v.dtype)
+    return lax.reduce(v, start, join, (axis,))
 
 
 def ordered(x: Array, largest: bool) -> Array:
@@ -110,12 +121,11 @@ def merged(x: Array, axes: Sequence[int]) -> tuple[Array, list[int]]:
     return x.reshape(shape or (1,)), [i for i, r in enumerate(reduced) if r]
 
 
-def folded(v: Array, axis: int, pick: Callable[[Array, Array], Array], least: int = 1) -> Array:
-    """v, slices of one axis folded onto each other until it is shorter than ``least`` or 1."""
+def folded(v: Array, axis: int, pick: Callable[[Array, Array], Array], least: int) -> Array:
+    """v, slices of one axis folded onto each other until there are at most ``least``, 2 or more."""
     while (n := v.shape[axis]) > least:
-        count = min(n, SLICES)
-        each = math.ceil(n / count)
-        starts = [min(i * each, n - each) for i in range(count)]  # the last ones may overlap
+        each = max(2, math.ceil(n / SLICES))
+        starts = [min(i, n - each) for i in range(0, n, each)]  # the last ones may overlap
         v = functools.reduce(pick, [lax.slice_in_dim(v, s, s + each, axis=axis) for s in starts])
     return v
 
@@ -136,12 +146,12 @@ def position_by_folding(x: Array, axis: int, largest: bool) -> Array:
     count = min(n, SLICES)
     each = math.ceil(n / count)
     within = lax.broadcasted_iota(jnp.int32, (*x.shape[:axis], each, *x.shape[axis + 1 :]), axis)
-    found = None
+    parts = []
     for i in range(count):
         start = min(i * each, n - each)
         part = lax.slice_in_dim(x, start, start + each, axis=axis)
         # NaN is the extreme where there is any, and equals nothing.
-        at = jnp.where((part == y) | (part != part), within + start, n)
-        found = at if found is None else lax.min(found, at)
-    found = folded(found, axis, lax.min, SLICES if axis == x.ndim - 1 else 1)
+        parts.append(jnp.where((part == y) | (part != part), within + start, n))
+    found = functools.reduce(lax.min, parts)
+    found = folded(found, axis, lax.min, SLICES if axis == x.ndim - 1 else 2)
     return lax.reduce_min(found, (axis,)).astype(jnp.uint32)
