@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from ..op_kind import unknown
+from ..errors import UnknownName
 from . import families
 from .workload import Work
 
@@ -105,7 +105,7 @@ for quant, m, goal, floor in (
     case(name, goal, floor, FORWARD, families.quantised, tiny, quant_type=quant, m=m, **KN)
 
 SCAN = {"b": 8, "l": 2048, "d": 2048, "n": 16}
-SHORT = {"b": 2, "l": 96, "d": 24, "n": 4}
+SHORT = {"b": 2, "l": 40, "d": 24, "n": 4}
 for words, goal, floor, way, short, dtype in (
     ("fwd", 250, 129, FORWARD, "bf16", "bfloat16"),
     ("fwd", 300, 129, FORWARD, "f32", "float32"),
@@ -122,7 +122,7 @@ for words, g, goal, floor, way in (
 ):
     each = "G1" if g == 1 else "per head"
     name = f"ssd_chunk_scan {words} B8 L2048 H64 P64 N128 {each} bf16"
-    tiny = {"b": 2, "l": 130, "h": 4, "p": 8, "n": 8, "g": min(g, 4)}
+    tiny = {"b": 2, "l": 128, "h": 4, "p": 8, "n": 8, "g": min(g, 4)}
     case(name, goal, floor, way, families.ssd, tiny, g=g, **HEADS)
 
 case(
@@ -146,7 +146,7 @@ def chosen(asked: Sequence[str]) -> list[Case]:
     """The cases of the names: whole ones, their beginning words, or patterns with ``*``."""
     for pattern in asked:
         if not any(fits(case.name, pattern) for case in CASES):
-            raise unknown("case", pattern, [case.name for case in CASES])
+            raise UnknownName(f"no case {pattern!r} in the suite; --list prints their names")
     return [c for c in CASES if not asked or any(fits(c.name, pattern) for pattern in asked)]
 
 
