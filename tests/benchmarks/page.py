@@ -125,9 +125,10 @@ PAGES: dict[str, Callable[[], str]] = {"cpu.md": cpu, "nvidia-h200.md": h200}
 
 
 def main() -> None:
-    """Write the pages."""
+    """Write the pages of what was measured."""
     for name, page in PAGES.items():
-        (HERE / name).write_text(page())
+        if (HERE / name).with_suffix(".jsonl").exists():
+            (HERE / name).write_text(page())
 
 
 if __name__ == "__main__":
