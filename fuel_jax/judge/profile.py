@@ -93,7 +93,7 @@ def measured(case: Case, tiny: bool) -> dict[str, Any]:
         if program.launches and (us := in_kernels(program.burst, program.launches)):
             times[name]["us"] = us
     row = {"case": case.name, "goal_us": case.goal_us, "floor_us": case.floor_us}
-    row |= {"kernel": kernel(work, data), **times.pop("ours", {}), "peers": times}
+    row |= {"kernel": kernel(case, work, data), **times.pop("ours", {}), "peers": times}
     return row | ({"failed": failures} if failures else {})
 
 
@@ -221,11 +221,13 @@ def off(got: Sequence[Any], wanted: Sequence[np.ndarray]) -> float:
     return max(errors)
 
 
-def kernel(work: Work, data: Data) -> str:
-    """Which implementation of ours serves the forward call here."""
-    choices = work.op.explain(*data.sets[0], **work.params).forward
-    here = server(choices, _check.platform_here())
-    return here.kernel.name if here else "none"
+def kernel(case: Case, work: Work, data: Data) -> str:
+    """Which implementation of ours serves here, forward or in the gradient."""
+    said = work.op.explain(*data.sets[0], **work.params)
+    choices = said.forward if case.direction in ("forward", "both") else said.backward
+    if isinstance(choices, str):
+        return choices
+    return server(choices, _check.platform_here()).kernel.name
 
 
 def conditions() -> dict[str, Any]:

@@ -5,7 +5,6 @@ JAX's own derivative is not the wanted one (ties, kinks, overflow), the row give
 of ``x``, the result ``y`` and the tangent ``t``.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from ..numerics import is_float, lifted, wide
 from ..op_kind import OpKind as K
 from ..registry import enter, op
 from ..types import Anything, Array, Floats, Mask, Numbers
+from ._normal import DENSITY, bell, normal_cdf
 
 PRECISION = Precision(float32=2e-6)
 Jvp = Callable[..., Array]  # of x, the result and the tangent
@@ -249,42 +249,12 @@ ge = comparison(K.GreaterEqualElementwise, jnp.greater_equal, "a ≥ b.  False w
 # fmt: on
 
 
-# -- the normal distribution in float32 on the CPU -------------------------------------------
-
-# Φ(−y) = e^(−y²/2) · tP(t),  t = 1 / (1 + 0.325y),  y ≥ 0.  (The form is Hastings', 1955; a minimax
-# fit of the relative error for y up to 13.5, where it is 6e-8, and P(1) is ½ to the last bit.)
-TAIL_SCALE = 0.325
-TAIL = (
-    *(-0.017932085320353508, 0.11323076486587524, -0.2607440948486328, 0.23374629020690918),
-    *(-0.06248150393366814, 0.12532855570316315, 0.1088029071688652, 0.13042820990085602),
-    0.1296209841966629,
-)
-
-
-def bell(x: Array) -> Array:
-    """e^(−x²/2)."""
-    return jnp.exp(-0.5 * (x * x))
-
-
-@jax.custom_jvp
-def normal_cdf(x: Array) -> Array:
-    """Φ(x), its tail kept.  XLA's erfc evaluates three polynomials and selects."""
-    t = 1 / (1 + TAIL_SCALE * jnp.abs(x))
-    p = functools.reduce(lambda p, c: p * t + c, TAIL[1:], TAIL[0])
-    tail = bell(x) * (t * p)
-    return jnp.where(x > 0, 1 - tail, tail)
-
-
-@normal_cdf.defjvp
-def normal_cdf_jvp(primals, tangents):
-    """The density."""
-    (x,), (t,) = primals, tangents
-    return normal_cdf(x), t * (bell(x) * (1 / math.sqrt(2 * math.pi)))
+# -- gelu in float32 on the CPU ---------------------------------------------------------------
 
 
 def gelu_by_tail_jvp(x, y, t):
     """Φ(x) + x·φ(x); 1 and 0 at ±inf.  XLA shares the exponential."""
-    return t * (normal_cdf(x) + saturating(x, bell(x) * (1 / math.sqrt(2 * math.pi))))
+    return t * (normal_cdf(x) + saturating(x, bell(x) * DENSITY))
 
 
 gelu_by_tail = with_jvp(lambda x: x * normal_cdf(x), gelu_by_tail_jvp)
