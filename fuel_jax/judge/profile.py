@@ -227,7 +227,8 @@ def kernel(case: Case, work: Work, data: Data) -> str:
     choices = said.forward if case.direction in ("forward", "both") else said.backward
     if isinstance(choices, str):
         return choices
-    return server(choices, _check.platform_here()).kernel.name
+    serves = server(choices, _check.platform_here())
+    return serves.kernel.name if serves else ""
 
 
 def conditions() -> dict[str, Any]:
