@@ -112,8 +112,13 @@ def q3k_scales(b: Array) -> Scales:
 
 
 def q4k(b: Array) -> Array:
-    """d[2] dmin[2] scales and minima[12] q[128]:  q."""
-    return fields(b[..., 16:], 4, run=32)
+    """d[2] dmin[2] scales and minima[12] q[128]:  q.
+
+    Joined and not shifted by an array, as in ``fields``: beside these scales XLA:CPU takes a fifth
+    of the time.
+    """
+    runs = b[..., 16:].reshape(*b.shape[:-1], 4, 1, 32)
+    return jnp.concatenate([runs & 15, runs >> 4], -2).reshape(*b.shape[:-1], 256)
 
 
 def q5k(b: Array) -> Array:
