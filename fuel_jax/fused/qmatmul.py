@@ -201,8 +201,16 @@ def qmatmul(
 
 @qmatmul.kernel("lanes", platforms=("cpu",), refuses=lanes.refuses, declines=lanes.declines)
 def qmatmul_lanes(a, w_q_bytes, *, quant_type, k, n):
-    """Decoded word by word, and never written down."""
-    return lanes.times_transposed(a, w_q_bytes, quant_type=quant_type, k=k, n=n)
+    """Decoded word by word, and never written down.
+
+    Parts of a weight are summed apart, or times 0: an infinite activation would give NaN.
+    """
+    params = {"quant_type": quant_type, "k": k, "n": n}
+    return lax.cond(
+        jnp.all(jnp.isfinite(a)),
+        lambda: lanes.times_transposed(a, w_q_bytes, **params),
+        lambda: qmatmul_blocked(a, w_q_bytes, **params),
+    )
 
 
 @qmatmul.kernel("blocked", platforms=("cpu",), declines=declines)

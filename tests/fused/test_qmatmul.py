@@ -283,6 +283,20 @@ def test_word_by_word_against_float64(quant_type, k, draw, monkeypatch):
         near(qmatmul.using("lanes")(a, stream, **given), np.asarray(a, np.float64) @ w.T)
 
 
+@pytest.mark.parametrize("quant_type", ["Q4_0", "Q8_0", "Q4K", "Q5K"])
+def test_word_by_word_infinite_activations_are_those_of_the_weight(quant_type):
+    """Not NaN, where parts of a weight are multiplied apart."""
+    k, n = 512, 8
+    stream = words(blocks(quant_type, n, k))
+    given = {"quant_type": quant_type, "k": k, "n": n}
+    a = np.ones((3, k), np.float32)
+    a[0, 5], a[1, 300], a[2, 7] = np.inf, -np.inf, np.nan
+    np.testing.assert_array_equal(
+        np.sign(qmatmul.using("lanes")(jnp.asarray(a), stream, **given)),
+        np.sign(qmatmul.decompose(jnp.asarray(a), stream, **given)),
+    )
+
+
 @pytest.mark.parametrize(("m", "kernel"), [(1, "lanes"), (4, "lanes"), (5, "blocked")])
 def test_who_serves(m, kernel):
     """One row of activations need not have the weight written down; several share it."""
