@@ -6,17 +6,12 @@ this says how to launch it.  When JAX drops Triton, :func:`unavailable` says so,
 refuses with that sentence, and the ops go on in plain ``jax.numpy``.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-
-try:
-    from jax.experimental.pallas import triton
-except ImportError:  # pragma: no cover - a JAX to come
-    triton = None
 
 WARP = 32  # threads
 LOG2_E = 1.4426950408889634
@@ -24,9 +19,19 @@ INTERPRETED = jax.make_user_context(False)  # what :func:`launch` was told, for 
 LIMIT = 2**31  # elements: offsets into an array are counted in 32 bits
 
 
+@functools.cache
+def triton() -> Any:
+    """The backend, or None.  Imported when first asked for: it takes as long as this library."""
+    try:
+        from jax.experimental.pallas import triton
+    except ImportError:
+        return None
+    return triton
+
+
 def unavailable(*arrays: Any) -> str | None:
     """Why no kernel can be launched on such arrays, or None."""
-    if triton is None:
+    if triton() is None:
         return f"JAX {jax.__version__} has no Triton backend for Pallas"
     for x in arrays:
         if x is not None and x.dtype == jnp.float64:
@@ -57,20 +62,37 @@ def launch(
         warps: groups of 32 threads per program.
         interpret: run it without a GPU.  Part of the trace, so it is decided by the caller.
     """
-    assert triton is not None
+    from jax.experimental import pallas
 
     def traced(*refs: Any) -> None:
         with INTERPRETED(interpret):
             kernel(*refs)
 
-    return pl.pallas_call(
+    return pallas.pallas_call(
         traced,
         out_shape=out,
         grid=grid,
-        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=1),
+        compiler_params=triton().CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name=f"fuel_{name}",
     )
+
+
+def program_id(axis: int) -> jax.Array:
+    """Which program of the grid this is, along an axis."""
+    from jax.experimental import pallas
+
+    return pallas.program_id(axis)
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The least one that is at least n: what blocks of Triton's have to be."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def like(x: Any, shape: Sequence[int] | None = None, dtype: Any = None) -> jax.ShapeDtypeStruct:
@@ -84,14 +106,12 @@ def like(x: Any, shape: Sequence[int] | None = None, dtype: Any = None) -> jax.S
 
 def read(ref: Any, at: tuple[Any, ...], mask: Any = None, other: float | None = None) -> jax.Array:
     """The block at some indices, in float32; ``other`` where the mask is not set."""
-    assert triton is not None
-    return triton.load(ref.at[at], mask=mask, other=other).astype(jnp.float32)
+    return triton().load(ref.at[at], mask=mask, other=other).astype(jnp.float32)
 
 
 def write(ref: Any, at: tuple[Any, ...], value: jax.Array, mask: Any = None) -> None:
     """The block, rounded to the dtype of what it is written to."""
-    assert triton is not None
-    triton.store(ref.at[at], value.astype(ref.dtype), mask=mask)
+    triton().store(ref.at[at], value.astype(ref.dtype), mask=mask)
 
 
 def exp(x: jax.Array) -> jax.Array:
@@ -102,8 +122,7 @@ def exp(x: jax.Array) -> jax.Array:
     """
     if INTERPRETED.value:
         return jnp.exp(x)
-    assert triton is not None
-    (y,) = triton.elementwise_inline_asm(
+    (y,) = triton().elementwise_inline_asm(
         "ex2.approx.ftz.f32 $0, $1;",
         args=[x * LOG2_E],
         constraints="=f,f",

@@ -21,9 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 
-from ._launch import WARP, launch, like, read, unavailable, write
+from ._launch import WARP, cdiv, launch, like, power_of_two, program_id, read, unavailable, write
 
 Block = jax.Array  # f32[rows, columns]
 Found = tuple[jax.Array, ...]  # each f32[rows, 1]
@@ -59,10 +58,10 @@ class Blocks(NamedTuple):
 
 def blocks(rows: int, n: int, operands: int) -> Blocks:
     """Rows whole while they fit on chip; several at a time while they are short."""
-    columns = pl.next_power_of_2(n)
+    columns = power_of_two(n)
     if columns * operands > ON_CHIP:
         columns = ON_CHIP // 4 // operands
-    together = min(pl.next_power_of_2(rows), max(1, SMALL // columns))
+    together = min(power_of_two(rows), max(1, SMALL // columns))
     warps = together * columns // (WARP * EACH // operands)
     most = (
         8 if columns <= 8192 else 32
@@ -77,7 +76,7 @@ def refuses(*arrays: Any, **params: Any) -> str | None:
 
 def is_long(x: Any, operands: int) -> bool:
     """Whether a row has to be read twice."""
-    return pl.next_power_of_2(x.shape[-1]) * operands > ON_CHIP
+    return power_of_two(x.shape[-1]) * operands > ON_CHIP
 
 
 def is_unaligned(x: Any) -> str | None:
@@ -113,7 +112,7 @@ def kernel(*refs: Any, maths: RowMaths, cut: Blocks, params: dict[str, Any]) -> 
     """The rows of one program."""
     *operands, y_ref = refs
     rows, n = y_ref.shape
-    row = (pl.program_id(0) * cut.rows + counted(cut.rows))[:, None]
+    row = (program_id(0) * cut.rows + counted(cut.rows))[:, None]
     columns = counted(cut.columns)[None, :]
     full, rest = divmod(n, cut.columns)
 
@@ -169,7 +168,7 @@ def by_rows(
         functools.partial(kernel, maths=maths, cut=cut, params=params),
         maths.name,
         out=like(flat[0]),
-        grid=(pl.cdiv(rows, cut.rows),),
+        grid=(cdiv(rows, cut.rows),),
         warps=cut.warps,
         interpret=interpret,
     )(*flat)

@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 
-from ._launch import launch, like, read, unavailable
+from ._launch import launch, like, program_id, read, unavailable
 from ._rows import MULTIPROCESSORS, counted
 
 
@@ -48,7 +47,7 @@ def declines(x: Any, *, dim: int) -> str | None:
 
 def kernel(x_ref, value_ref, index_ref, *, tile: Tile, sign: int) -> None:
     """One piece of a row.  Each lane keeps the first of its best; a NaN is better than a number."""
-    row, n = pl.program_id(0), x_ref.shape[1]
+    row, n = program_id(0), x_ref.shape[1]
     full, rest = divmod(n, tile.columns)
 
     def load(j, masked=False):

@@ -18,9 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 
-from ._launch import exp, launch, like, read, unavailable, write
+from ._launch import cdiv, exp, launch, like, program_id, read, unavailable, write
 from ._rows import counted, is_short
 
 LEAST = float(np.finfo(np.float32).min)
@@ -73,7 +72,7 @@ def declines_gradient(logits: Any, *rest: Any, **params: Any) -> str | None:
 
 def losses_kernel(x_ref, label_ref, loss_ref, lse_ref, *, tile: Tile) -> None:
     """One row: its maximum and Σ exp(x − maximum), each lane for itself, and then together."""
-    row, v = pl.program_id(0), x_ref.shape[1]
+    row, v = program_id(0), x_ref.shape[1]
     full, rest = divmod(v, tile.size)
 
     def load(j, masked=False):
@@ -139,8 +138,8 @@ def exponentials(x: jax.Array, lse: jax.Array) -> jax.Array:
 
 def gradient_kernel(x_ref, label_ref, lse_ref, weight_ref, g_ref, dx_ref, *, tile: Tile) -> None:
     """One block of a row of  weight · p − g · onehot;  0 where the row does not count."""
-    row, v = pl.program_id(0), x_ref.shape[1]
-    column = pl.program_id(1) * tile.size + counted(tile.size)
+    row, v = program_id(0), x_ref.shape[1]
+    column = program_id(1) * tile.size + counted(tile.size)
     mask = column < v if v % tile.size else None
     x = read(x_ref, (row, column), mask, None if mask is None else 0.0)
     weight, g = weight_ref[row], g_ref[row]
@@ -155,9 +154,9 @@ def exact_gradient_kernel(
 
     That is up to 4e-6 at 100, and 5e-7 below 16, as it is in most models: one pass instead of two.
     """
-    row, v = pl.program_id(0), x_ref.shape[1]
+    row, v = program_id(0), x_ref.shape[1]
     weight, g = weight_ref[row], g_ref[row]
-    blocks = pl.cdiv(v, tile.size)
+    blocks = cdiv(v, tile.size)
 
     def block(j):
         column = j * tile.size + counted(tile.size)
@@ -212,7 +211,7 @@ def gradient(
         functools.partial(kernel, tile=tile),
         "cross_entropy_backward",
         out=like(logits, (count, v)),
-        grid=(count,) if exact else (count, pl.cdiv(v, tile.size)),
+        grid=(count,) if exact else (count, cdiv(v, tile.size)),
         warps=tile.warps,
         interpret=interpret,
     )(logits.reshape(count, v), *(x.reshape(count) for x in (label, lse, weight, g)))

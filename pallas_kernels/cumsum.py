@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 
-from ._launch import launch, like, read, unavailable, write
+from ._launch import cdiv, launch, like, power_of_two, program_id, read, unavailable, write
 from ._rows import MULTIPROCESSORS, counted
 
 
@@ -55,7 +54,7 @@ def declines(x: Any, *, dim: int) -> str | None:
 def kernel(x_ref, y_ref, *, tile: Tile, reverse: bool) -> None:
     """Some rows, from their beginnings to their ends, or back."""
     rows, n = x_ref.shape
-    row = (pl.program_id(0) * tile.rows + counted(tile.rows))[:, None]
+    row = (program_id(0) * tile.rows + counted(tile.rows))[:, None]
     inside = [row < rows] * (rows % tile.rows > 0)
     full, rest = divmod(n, tile.columns)
 
@@ -81,8 +80,8 @@ def cut(rows: int, n: int) -> Tile:
     """A tile no longer than the rows, and several of them where they are short."""
     if rows < MULTIPROCESSORS and n >= LONG.columns:
         return LONG
-    columns = min(SIZE, pl.next_power_of_2(n))
-    return Tile(min(SIZE // columns, pl.next_power_of_2(rows)), columns, 4)
+    columns = min(SIZE, power_of_two(n))
+    return Tile(min(SIZE // columns, power_of_two(rows)), columns, 4)
 
 
 def differences(y: jax.Array) -> jax.Array:
@@ -102,7 +101,7 @@ def along_rows(x: jax.Array, tile: Tile, interpret: bool) -> jax.Array:
             functools.partial(kernel, tile=tile, reverse=reverse),
             "cumsum",
             out=like(x),
-            grid=(pl.cdiv(x.shape[0], tile.rows),),
+            grid=(cdiv(x.shape[0], tile.rows),),
             warps=tile.warps,
             interpret=interpret,
         )(x)

@@ -62,7 +62,8 @@ def test_a_file_is_read_in_one_sitting(path):
 IMPORT = """
 import sys
 import fuel_jax
-heavy = {"matplotlib", "rich", "gguf", "safetensors", "torch", "fuel_jax.judge"} & set(sys.modules)
+heavy = {"matplotlib", "rich", "gguf", "safetensors", "torch", "fuel_jax.judge"}
+heavy = (heavy | {"jax.experimental.pallas"}) & set(sys.modules)
 assert not heavy, heavy
 from jax._src import xla_bridge
 assert not xla_bridge._backends, "a device was opened"
