@@ -57,7 +57,11 @@ def declines_up_to(dense: int) -> Callable[..., str | None]:
 
 
 declines = declines_up_to(DENSE_BYTES)
-declines_on_cpu = declines_up_to(DENSE_BYTES_CPU)
+
+
+def declines_on_cpu(*operands, return_lse, **params) -> str | None:
+    """Sooner than elsewhere, unless a gradient wants lse: dense forms share what both compute."""
+    return declines_up_to(DENSE_BYTES if return_lse else DENSE_BYTES_CPU)(*operands)
 
 
 # -- which keys a block reads --------------------------------------------------------------
