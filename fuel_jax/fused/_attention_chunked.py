@@ -2,7 +2,7 @@
 
 holds     a few blocks of scores: ROWS · sk numbers each (ROWS · window under a window)
 skips     keys that causality or a window hides from every query of a block; where only one side is
-          bounded, up to a fifth of the queries share the range of keys
+          bounded, an eighth of the queries share a range of keys, in the gradient a quarter
 bound by  compute: as many products as the dense forms have, less what is skipped
 
 A block's scores stay in cache: on the CPU this is several times faster than whole matrices.  XLA's
@@ -30,7 +30,7 @@ from ._attention import Places, Rules
 
 ROWS = 256  # queries of a block, over all heads that share a key head
 ROWS_SEEING_ALL = 512  # the same where no range of keys depends on the block
-SPANS = 5  # ranges of keys; the program grows with their number,
+SPANS = 8  # ranges of keys; the program grows with their number,
 SPANS_BACK = 4  # and that of a backward pass is twice as long
 DENSE_BYTES = 4 << 20  # scores up to this size are left to the dense form
 DENSE_BYTES_CPU = 256 << 10  # [2, 4, 128, 32], causal: 0.85 of the dense form's time
