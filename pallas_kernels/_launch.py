@@ -51,6 +51,7 @@ def launch(
     grid: tuple[int, ...],
     warps: int,
     interpret: bool,
+    stages: int = 1,
 ) -> Callable[..., Any]:
     """``kernel`` over a grid of programs that see whole arrays and index them as they like.
 
@@ -61,6 +62,7 @@ def launch(
         grid: number of programs along each axis.
         warps: groups of 32 threads per program.
         interpret: run it without a GPU.  Part of the trace, so it is decided by the caller.
+        stages: blocks of a loop that are on their way at once; for loops around matrix products.
     """
     from jax.experimental import pallas
 
@@ -72,7 +74,7 @@ def launch(
         traced,
         out_shape=out,
         grid=grid,
-        compiler_params=triton().CompilerParams(num_warps=warps, num_stages=1),
+        compiler_params=triton().CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name=f"fuel_{name}",
     )
@@ -114,19 +116,34 @@ def write(ref: Any, at: tuple[Any, ...], value: jax.Array, mask: Any = None) -> 
     triton().store(ref.at[at], value.astype(ref.dtype), mask=mask)
 
 
+def special(name: str, x: jax.Array, otherwise: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """One of the chip's own functions of a float32; ``otherwise`` where there is no chip."""
+    if INTERPRETED.value:
+        return otherwise(x)
+    (y,) = triton().elementwise_inline_asm(
+        f"{name}.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+    )
+    return y
+
+
+def exp2(x: jax.Array) -> jax.Array:
+    """2ˣ in float32, right to 2 units in the last place; 0 below 2⁻¹²⁶."""
+    return special("ex2", x, jnp.exp2)
+
+
+def reciprocal(x: jax.Array) -> jax.Array:
+    """1 / x in float32, right to 1 unit in the last place; 0 where that is below 2⁻¹²⁶."""
+    return special("rcp", x, lambda x: 1 / x)
+
+
 def exp(x: jax.Array) -> jax.Array:
     """eˣ in float32 by the chip's 2ˣ, right to 2 units in the last place; 0 below 2⁻¹²⁶.
 
     XLA's Triton calls a routine that minds subnormal results: measured on an H200, the log-sum-exp
     of rows takes 1.25 times as long with it, a softmax 1.03 times.
     """
-    if INTERPRETED.value:
-        return jnp.exp(x)
-    (y,) = triton().elementwise_inline_asm(
-        "ex2.approx.ftz.f32 $0, $1;",
-        args=[x * LOG2_E],
-        constraints="=f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
-    )
-    return y
+    return special("ex2", x * LOG2_E, jnp.exp2)
