@@ -16,6 +16,7 @@ from ._fused import FusedOp as FusedOp
 from ._op import Op as Op, Precision as Precision
 from .errors import (
     ArgumentError as ArgumentError,
+    FileError as FileError,
     FuelError as FuelError,
     NotDifferentiable as NotDifferentiable,
     ShapeError as ShapeError,

@@ -31,6 +31,10 @@ class UnknownName(ArgumentError, KeyError):
     __str__ = Exception.__str__  # KeyError would show the message quoted
 
 
+class FileError(FuelError, ValueError):
+    """A file is not what its format says, or says of itself what cannot be."""
+
+
 class UnsupportedKernel(FuelError, NotImplementedError):
     """A kernel was asked for by name and cannot serve these arguments."""
 
