@@ -14,14 +14,12 @@ of its size.  (A file that shrinks while it is mapped ends the process, as any m
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3.
 """
 
-import difflib
 import itertools
 import math
 import mmap
 import os
 import stat
 import struct
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -31,6 +29,7 @@ from numpy.typing import NDArray
 
 from ..errors import ArgumentError, FileError, UnknownName
 from ..fused._gguf_blocks import FORMATS
+from ._missing import missing
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 
@@ -123,21 +122,11 @@ class Tensor(NamedTuple):
         return self.bytes().view(little).astype(DTYPES[self.kind], copy=False).reshape(self.shape)
 
 
-def shown(names: Iterable[str]) -> str:
-    """The first few of many names."""
-    some = list(itertools.islice(names, 6))
-    return ", ".join(some[:5] + ["…"] * (len(some) > 5)) or "none"
-
-
 class Tensors(dict[str, Tensor]):
     """Tensors by name; an error that names what is there instead of one that is not."""
 
     def __missing__(self, name: str) -> NoReturn:
-        near = difflib.get_close_matches(name, self, n=3)
-        hint = (
-            f"did you mean {', '.join(near)}?" if near else f"there are {len(self)}: {shown(self)}."
-        )
-        raise UnknownName(f"gguf: no tensor {name!r}; {hint}")
+        raise UnknownName(f"gguf: {missing('tensor', name, list(self))}")
 
 
 class File(NamedTuple):
