@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -24,6 +25,10 @@ Reason = Callable[..., str | None]
 
 # Part of JAX's own cache keys: entering and leaving a pin retraces what it must, and nothing else.
 PIN = jax.make_user_context(None)
+
+# Measurements to choose by, if anybody asked for that (``fuel_jax.judge``), or None.  They have a
+# ``platform``, and ``verdict(op, kernels, avals, params)`` on kernels that could serve there.
+MEASURED = jax.make_user_context(None)
 
 
 def never(*avals: Any, **params: Any) -> None:
@@ -78,27 +83,49 @@ class Choice:
     kernel: Kernel
     serves: tuple[str, ...] = ()  # "default" stands for every platform not named before
     why_not: str | None = None
+    measured: str | None = None  # what measurements say of it, where they decided
 
     def __str__(self) -> str:
         where = ", ".join("every platform left" if p == "default" else p for p in self.serves)
         where = "every platform" if self.serves == ("default",) else where
-        return f"{self.kernel.name:<10} {f'serves {where}' if where else self.why_not}"
+        serves = "; ".join([f"serves {where}", *([self.measured] if self.measured else [])])
+        return f"{self.kernel.name:<10} {serves if where else self.why_not}"
+
+
+class Verdict(NamedTuple):
+    """The implementation that measurements prefer, and what they say of each they know."""
+
+    best: str
+    says: dict[str, str]
 
 
 def decide(
-    kernels: Sequence[Kernel], pin: str | None, avals: Sequence[Any], params: dict[str, Any]
+    op: str,
+    kernels: Sequence[Kernel],
+    pin: str | None,
+    avals: Sequence[Any],
+    params: dict[str, Any],
 ) -> list[Choice]:
     """One choice per implementation, in order of preference.
 
-    A pin binds an op that has an implementation of that name.
+    A pin binds an op that has an implementation of that name, and measurements tell nothing then.
     """
     pinned = any(kernel.name == pin for kernel in kernels)
+    choices = by_rule(kernels, pin if pinned else None, avals, params)
+    report = MEASURED.value
+    return choices if pinned or report is None else by_report(report, op, choices, avals, params)
+
+
+def by_rule(
+    kernels: Sequence[Kernel], pin: str | None, avals: Sequence[Any], params: dict[str, Any]
+) -> list[Choice]:
+    """What the kernels themselves say."""
     choices: list[Choice] = []
     taken: set[str] = set()
     for kernel in kernels:
-        if pinned and kernel.name != pin:
+        if pin is not None and kernel.name != pin:
             why_not = f"{pin} is pinned"
-        elif not (why_not := kernel.refuses(*avals, **params)) and not pinned:
+        elif not (why_not := kernel.refuses(*avals, **params)) and pin is None:
             why_not = kernel.declines(*avals, **params)
         serves: tuple[str, ...] = ()
         if why_not is None and "default" not in taken:
@@ -110,6 +137,46 @@ def decide(
     return choices
 
 
+def by_report(
+    report: Any, op: str, choices: list[Choice], avals: Sequence[Any], params: dict[str, Any]
+) -> list[Choice]:
+    """The choices on the platform of a report, where it knows the one that would serve.
+
+    Measurements overrule ``declines``, as a pin does, and never ``refuses``.
+    """
+    here, own = report.platform, server(choices, report.platform)
+    able = [
+        choice.kernel
+        for choice in choices
+        if here in (choice.kernel.platforms or (here,))
+        and (choice.serves or not choice.kernel.refuses(*avals, **params))
+    ]
+    verdict: Verdict | None = report.verdict(op, able, avals, params)
+    if verdict is None or own is None or own.kernel.name not in verdict.says:
+        return choices
+    changed = []
+    for choice in choices:
+        serves, says = choice.serves, verdict.says.get(choice.kernel.name)
+        if choice.kernel.name == verdict.best:
+            if choice is not own:
+                serves = (here, *serves)
+            choice = replace(choice, serves=serves, why_not=None, measured=says)
+        elif says and verdict.best != own.kernel.name:
+            serves = tuple(p for p in serves if p != here)
+            choice = replace(choice, serves=serves, why_not=says, measured=f"not {here}: {says}")
+        elif says:
+            choice = replace(choice, why_not=says)
+        changed.append(choice)
+    return changed
+
+
+def server(choices: Sequence[Choice], here: str) -> Choice | None:
+    """The choice that serves this platform."""
+    by_name = (c for c in choices if here in c.serves)
+    by_default = (c for c in choices if "default" in c.serves)
+    return next(itertools.chain(by_name, by_default), None)
+
+
 def choose(
     op: str,
     kernels: Sequence[Kernel],
@@ -119,7 +186,7 @@ def choose(
 ) -> Callable[..., Any]:
     """The implementation to run, as one function of the arrays."""
     branches: dict[str, Callable[..., Any]] = {}
-    for choice in decide(kernels, pin, avals, params):
+    for choice in decide(op, kernels, pin, avals, params):
         kernel, run = choice.kernel, functools.partial(choice.kernel.run, **params)
         branches |= dict.fromkeys(choice.serves, run)
         if kernel.name == pin and not choice.serves:

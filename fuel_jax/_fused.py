@@ -242,7 +242,8 @@ class FusedOp(Op[P, R], jax.custom_vjp[R]):
         pool |= self._cotangents(asked, tuple(pool[n] for n in self._present(asked)))
         operands = abstract([pool[n] for n in self.backward.inputs])
         params = {n: params[n] for n in self.backward.params}
-        return decide(self.backward.kernels, PIN.value, operands, params)
+        back = self.backward
+        return decide(back.name, back.kernels, PIN.value, operands, params)
 
     def __repr__(self) -> str:
         return f"<fused {super().__repr__()[1:]}"

@@ -292,7 +292,7 @@ class Op(Generic[P, R]):
         self._check(params, avals)
         return Explanation(
             self.name,
-            decide(self.kernels, PIN.value, avals, params),
+            decide(self.name, self.kernels, PIN.value, avals, params),
             self._explain_backward(params, avals),
         )
 

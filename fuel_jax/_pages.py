@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ._check import platform_here
-from ._choose import Choice, describe
+from ._choose import describe, server
 from ._examples import dtypes_of, filled
 from ._fused import FusedOp
 from ._op import Op
@@ -136,13 +135,6 @@ def who_runs(op: Any) -> Iterator[str]:
 def several(op: Op, x: Any) -> Sequence[Any]:
     """The arrays of one operand: more than one where the op takes any number."""
     return x if op.signature.variadic else [x]
-
-
-def server(choices: Sequence[Choice], here: str) -> Choice | None:
-    """The choice that serves this platform."""
-    by_name = (c for c in choices if here in c.serves)
-    by_default = (c for c in choices if "default" in c.serves)
-    return next(itertools.chain(by_name, by_default), None)
 
 
 def platform() -> str:
