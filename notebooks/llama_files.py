@@ -341,7 +341,7 @@ def from_folder(path: Path, context: int) -> tuple[Config, Params]:
 
 
 def folder_frequencies(said: Said, width: int) -> NDArray[np.float64]:
-    """As the configuration says, in its older or newer form: base, linear or Llama 3.1's scaling."""
+    """As a configuration says, older or newer: base, linear scaling, Llama 3.1's."""
     settings = dict(said.settings)
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(settings.get(name), dict):

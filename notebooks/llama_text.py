@@ -5,6 +5,7 @@ Llama 3 on have byte pairs, which the ``tokenizers`` package encodes, as it does
 ``tokenizer.json`` of a folder.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -83,8 +84,9 @@ def sentence_pieces(path: Path, metadata: dict[str, Any]) -> Tokenizer:
     def encode(text: str) -> list[int]:
         pieces = list((prefix + text).replace(" ", SPACE))
         while True:
-            pairs = ((ids.get(a + b), i) for i, (a, b) in enumerate(zip(pieces, pieces[1:])))  # noqa: B905
-            best = max(((scores[t], -i) for t, i in pairs if t is not None), default=None)
+            joined = enumerate(a + b for a, b in itertools.pairwise(pieces))
+            known = ((scores[ids[piece]], -i) for i, piece in joined if piece in ids)
+            best = max(known, default=None)
             if best is None:
                 break
             i = -best[1]
@@ -100,7 +102,7 @@ def sentence_pieces(path: Path, metadata: dict[str, Any]) -> Tokenizer:
     def decode(numbers: Sequence[int]) -> str:
         loose = bytearray()
         for i in numbers:
-            if kinds[i] != CONTROL:
+            if i < len(tokens) and kinds[i] != CONTROL:
                 byte = BYTE.fullmatch(tokens[i])
                 loose += bytes([int(byte[1], 16)]) if byte else tokens[i].encode()
         return loose.decode(errors="replace").replace(SPACE, " ")
