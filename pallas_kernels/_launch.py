@@ -140,6 +140,21 @@ def reciprocal(x: jax.Array) -> jax.Array:
     return special("rcp", x, lambda x: 1 / x)
 
 
+def fma(a: jax.Array, b: jax.Array | float, c: jax.Array) -> jax.Array:
+    """a · b + c, rounded once; XLA's Triton does not put the two together."""
+    b, c = (jnp.broadcast_to(jnp.asarray(x, jnp.float32), a.shape) for x in (b, c))
+    if INTERPRETED.value:
+        return a * b + c
+    (y,) = triton().elementwise_inline_asm(
+        "fma.rn.f32 $0, $1, $2, $3;",
+        args=[a, b, c],
+        constraints="=f,f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(a.shape, jnp.float32)],
+    )
+    return y
+
+
 def exp(x: jax.Array) -> jax.Array:
     """eˣ in float32 by the chip's 2ˣ, right to 2 units in the last place; 0 below 2⁻¹²⁶.
 
