@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 break
         progress.done()
         print(show(written))
-    except (FuelError, OSError, ValueError) as error:
+    except (FuelError, OSError, ValueError, ImportError) as error:
         print(f"llama: {error}", file=sys.stderr)
         return 1
     return 0

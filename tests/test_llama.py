@@ -4,17 +4,19 @@ The models are random and small.  What each weight is, the packages say that pac
 """
 
 import dataclasses
-import functools
 import json
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
+import llama  # pyproject puts notebooks/ on the path
 import llama_files
 import llama_model
 import numpy as np
 import pytest
 
+import fuel_jax
 from fuel_jax.formats.quantize import quantize, quantize_nf4
 from fuel_jax.fused.nf4_matmul import LEVELS
 
@@ -190,11 +192,16 @@ def write_gguf(
 # -- GGUF ------------------------------------------------------------------------------------------
 
 
-def whole(config, params, tokens, length=None):
+def whole(config, params, tokens):
     """Logits of a prompt at once, ``[token, vocabulary]``."""
-    f = jax.jit(functools.partial(llama_model.hidden, config))
-    x, cache = f(params, llama_model.empty_cache(config), jnp.asarray(tokens[None]), jnp.int32(0))
-    return llama_model.logits(config, params, x)[0], cache
+
+    @jax.jit
+    def f(params, tokens):
+        empty = llama_model.empty_cache(config)
+        x, _ = llama_model.hidden(config, params, empty, tokens, jnp.int32(0))
+        return llama_model.logits(config, params, x)[0]
+
+    return f(params, jnp.asarray(tokens[None]))
 
 
 def one_by_one(config, params, tokens):
@@ -230,7 +237,7 @@ def model(request, tmp_path_factory):
 def test_gguf_at_once_and_one_by_one(model):
     config, params, reference, _ = model
     want = reference.logits(TOKENS)
-    near(whole(config, params, TOKENS)[0], want)
+    near(whole(config, params, TOKENS), want)
     near(one_by_one(config, params, TOKENS), want)
 
 
@@ -368,7 +375,7 @@ def test_checkpoints_at_once_and_one_by_one(tmp_path, packer, tied, rope):
     reference = write_folder(tmp_path, PACKERS[packer], tied, rope)
     config, params = llama_files.load(tmp_path, CONTEXT)
     want = reference.logits(TOKENS)
-    near(whole(config, params, TOKENS)[0], want)
+    near(whole(config, params, TOKENS), want)
     near(one_by_one(config, params, TOKENS), want)
     packed = {"as_half": jnp.bfloat16, "as_awq": np.uint32}.get(packer, np.uint8)
     assert params["layers"][0]["up"].operands[0].dtype == packed
@@ -465,12 +472,12 @@ def test_tokens_are_drawn_with_their_probabilities(temperature, top_k, top_p, wa
         ("llama.expert_count", 8, r"'llama.expert_count' is 8; this model knows \[0\]"),
         ("llama.attention.head_count", 0, "head_count' is 0; it must be from 1 to 16777216"),
         ("llama.attention.head_count", 2**32 - 1, "head_count' is 4294967295"),
-        ("llama.attention.head_count", 2**20, "1048576 heads cannot|heads do not divide|settings"),
+        ("llama.attention.head_count", 2**20, "1048576 heads do not divide a width of 256"),
         ("llama.attention.head_count_kv", 3, "4 heads cannot share 3 heads of keys"),
         ("llama.attention.key_length", 2**24, "'blk.0.attn_q.weight' is .*must be .67108864, 256"),
         ("llama.block_count", 2**24, "no tensor 'blk.2.attn_q.weight'; did you mean"),
         ("llama.block_count", 1, "holds 9 tensors that Llama has not: blk.1"),
-        ("llama.embedding_length", 128, r"'token_embd.weight' is \[80, 256\]; .*\[80, 128\]"),
+        ("llama.embedding_length", 512, r"'token_embd.weight' is \[80, 256\]; .*\[80, 512\]"),
         ("llama.feed_forward_length", 2**24, "'blk.0.ffn_gate.weight' is"),
         ("llama.context_length", 0, "'llama.context_length' is 0; it must be at least 2"),
         ("llama.attention.layer_norm_rms_epsilon", float("nan"), "is nan; it must be a positive"),
@@ -532,83 +539,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-# -- texts ---------------------------------------------------------------------------------------
-
-
-def test_sentence_pieces(tmp_path):
-    """The best pair first, not the longest piece; what is unknown, byte by byte."""
-    pieces = {"<unk>": 0, "<s>": 0, "</s>": 0}
-    pieces |= {f"<0x{b:02X}>": 0 for b in range(256)}
-    pieces |= {"▁": -9, "a": -9, "b": -9, "c": -9, "ab": -2, "bc": -1, "abc": -5, "▁a": -3}
-    path = tmp_path / "model.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(list(pieces))
-    writer.add_token_scores([float(score) for score in pieces.values()])
-    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * 8])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    t = llama_text.tokenizer(path)
-    spelled = lambda text: [list(pieces)[i] for i in t.encode(text)]
-    assert spelled("abc") == ["<s>", "▁a", "bc"]
-    assert spelled("cab abc") == ["<s>", "▁", "c", "ab", "▁a", "bc"]
-    assert spelled("é") == ["<s>", "▁", "<0xC3>", "<0xA9>"]
-    assert t.decode(t.encode("cab é abc")) == " cab é abc"
-    assert t.decode([10**9, 2]) == ""
-    assert t.stops == {2}
-
-
-def test_byte_pairs_are_those_of_the_tokenizers_package(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers", reason="the package that pairs bytes")
-    text = "The cat's 12345 über-tokens:\n\n  the end. The cat sat.  然后"
-    theirs = tokenizers.ByteLevelBPETokenizer()
-    theirs.train_from_iterator([text] * 4, vocab_size=300, min_frequency=2)
-    model = json.loads(theirs.to_str())["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].get)
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    path = tmp_path / "model.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")
-    writer.add_token_list([*tokens, "<|begin|>", "<|end|>"])
-    writer.add_token_types([1] * len(tokens) + [3, 3])
-    writer.add_token_merges(merges)
-    writer.add_bos_token_id(len(tokens))
-    writer.add_eos_token_id(len(tokens) + 1)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    t = llama_text.tokenizer(path)
-    ids = t.encode(text + "<|end|>")
-    assert t.decode(ids) == text
-    assert ids[0] == len(tokens)
-    assert ids[-1] == len(tokens) + 1
-    assert t.stops == {len(tokens) + 1}
-    at = ids[1:].index(model["vocab"]["Ġ"]) if "Ġ" in model["vocab"] else 0
-    assert len(ids) < len(text.encode()), at  # pairs were merged
-
-
-@pytest.mark.parametrize(
-    ("metadata", "said"),
-    [
-        ({}, "'tokenizer.ggml.model' is None; known are"),
-        ({"model": "bert"}, "'tokenizer.ggml.model' is 'bert'"),
-        ({"model": "gpt2", "pre": "qwen2"}, "'tokenizer.ggml.pre' is 'qwen2'; known is llama-bpe"),
-        ({"model": "llama", "tokens": ["a"]}, "'tokenizer.ggml.scores' must be 1 float"),
-        ({"model": "llama", "tokens": [1]}, "'tokenizer.ggml.tokens' must be  ?str"),
-    ],
-)
-def test_tokenizers_that_are_not_known(monkeypatch, metadata, said):
-    named = {f"tokenizer.ggml.{name}": value for name, value in metadata.items()}
-    file = llama_text.gguf.File(None, 3, named, {})
-    monkeypatch.setattr(llama_text.gguf, "read", lambda path: file)
-    with pytest.raises(fuel_jax.FileError, match=said):
-        llama_text.tokenizer(llama.Path("model.gguf"))
-
-
 # -- the command -----------------------------------------------------------------------------------
 
 
@@ -646,8 +576,9 @@ def test_a_line_of_progress_on_a_terminal(monkeypatch, capsys):
     ],
 )
 def test_bad_commands(arguments, status, said, capsys):
-    try:
-        assert llama.main(arguments) == status
-    except SystemExit as stopped:
-        assert stopped.code == status
+    if status == 1:
+        assert llama.main(arguments) == 1
+    else:
+        with pytest.raises(SystemExit, match="2"):
+            llama.main(arguments)
     assert re.search(said, capsys.readouterr().err)
