@@ -190,9 +190,7 @@ def nf4(tensors: Tensors, name: str) -> Packed:
     shape, block = about.get("shape"), about.get("blocksize")
     sizes = [*shape, block] if isinstance(shape, list) and len(shape) == 2 else []
     if not sizes or not all(type(n) is int and 0 < n < 2**31 for n in sizes):
-        tensors.fail(
-            name, f"has shape {shape!r} and blocksize {block!r}; they must be [n, k] and n."
-        )
+        tensors.fail(name, f"has shape {shape!r} and blocksize {block!r}; not [n, k] and a number.")
     n, k, block = sizes
     loose = tensors[f"{name}.weight"].reshape(-1).view(np.uint8)  # whatever it was stored as
     if n * k != 2 * loose.size or k % block or k % 2:
@@ -219,7 +217,7 @@ def unpacked(
     of = lambda part: tensors[f"{name}.weight.nested_{part}"].astype(np.float32).reshape(-1)
     levels, absmax = of("quant_map"), of("absmax")
     block, offset = about.get("nested_blocksize"), about.get("nested_offset")
-    if type(block) is not int or block < 1 or not isinstance(offset, float | int):
+    if type(block) is not int or block < 1 or type(offset) is not float or not abs(offset) < 2**100:
         tensors.fail(name, f"has nested_blocksize {block!r} and nested_offset {offset!r}.")
     if levels.size != 256 or absmax.size != -(-codes.size // block):
         tensors.fail(
