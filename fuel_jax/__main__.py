@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from . import Op
 from ._check import check
 from ._environment import environment
 from ._examples import FLOATS
 from ._pages import listing, page, table
-from .errors import UnknownName, UnsupportedKernel
+from .errors import FileError, UnknownName, UnsupportedKernel
 from .op_kind import FusedOps, unknown
 from .registry import builtin
 from .types import FUEL_DTYPES
@@ -22,7 +24,9 @@ USAGE = f"""
   {PROGRAM}                  list every kind of op and every fused op
   {PROGRAM} OP [OP ...]      what an op computes, its gradient and precision, who would run here
   {PROGRAM} check [OP ...]   run the ops on this device against float64
-  {PROGRAM} profile          time ops beside their peers, on the device a suite is for
+  {PROGRAM} profile          measure every implementation of the ops, for this machine's report
+  {PROGRAM} report FILE ...  what was measured, as text, HTML or Markdown
+  {PROGRAM} compare A B      what became faster or slower between two reports
   {PROGRAM} env              versions, devices, settings: for bug reports; never fails
   {PROGRAM} table            the op table of the documentation, as Markdown"""
 
@@ -33,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = COMMANDS.get(given[0]) if given else None
     try:
         return command(given[1:]) if command else show(given)
-    except (UnknownName, UnsupportedKernel) as error:
+    except (FileError, UnknownName, UnsupportedKernel) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `| head` has seen enough
@@ -76,18 +80,43 @@ def read_dtypes(given: Sequence[str]) -> list[str]:
 
 
 def run_profile(given: Sequence[str]) -> int:
-    """Cases of a suite, timed beside their peers."""
+    """Implementations of ops beside each other, or cases of a suite beside their peers."""
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} profile",
-        description="Time ops on this device beside XLA, cuDNN and PyTorch, as far as they are "
-        "here, with the error of each against float64.  Exits with 1 if an op of ours failed.",
+        description="Time every implementation of the ops that can serve on this device, with its "
+        "error against float64, and keep what is found in a report.  Stopped and started again, "
+        "it goes on where it was.  Nothing chooses by the report until asked to (docs/judge.md).",
     )
-    parser.add_argument("case", nargs="*", help="names or their beginning words, * for any; or all")
-    parser.add_argument("--suite", required=True, choices=["h200"], help="whose cases")
-    parser.add_argument("--rows", metavar="FILE", help="append a line of JSON for each case")
-    parser.add_argument("--list", action="store_true", help="print the names and do nothing")
-    parser.add_argument("--tiny", action="store_true", help="small shapes: tries the cases out")
+    parser.add_argument(
+        "--op",
+        action="append",
+        metavar="OP",
+        help="this op, on all its examples; repeatable.  Otherwise the first example of each op",
+    )
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        metavar="DTYPE",
+        help=f"one of {', '.join(FLOATS)}; repeatable.  Otherwise float32 and bfloat16",
+    )
+    parser.add_argument("--out", metavar="FILE", help="the report; otherwise this machine's own")
+    parser.add_argument("--list", action="store_true", help="print what is there and do nothing")
+    parser.add_argument("--tiny", action="store_true", help="small shapes only: to try it out")
+    parser.add_argument(
+        "--suite",
+        choices=["default", "h200"],
+        default="default",
+        help="h200: cases beside XLA, cuDNN and PyTorch; exits with 1 if an op of ours failed",
+    )
+    parser.add_argument("--rows", metavar="FILE", help="h200: append a line of JSON for each case")
+    parser.add_argument("case", nargs="*", help="h200: names or their beginning words, * for any")
     asked = parser.parse_args(given)
+    if asked.suite == "default":
+        if asked.case or asked.rows:
+            parser.error("cases and --rows belong to --suite h200; name an op with --op")
+        return profile_ops(asked)
+    if asked.op or asked.out or asked.dtype:
+        parser.error("--op, --dtype and --out belong to the default suite; name cases instead")
     # PyTorch's memory comes from the same card; JAX would take most of it beforehand.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from .judge.h200 import chosen
@@ -98,6 +127,81 @@ def run_profile(given: Sequence[str]) -> int:
         print("\n".join(case.name for case in cases))
         return 0
     return profile(cases, asked.rows, asked.tiny)
+
+
+def profile_ops(asked: argparse.Namespace) -> int:
+    """Measure what the report lacks."""
+    from .judge import default_path, progress, suite
+
+    ops = [found(name) for name in asked.op] if asked.op else None
+    dtypes = read_dtypes(asked.dtype) if asked.dtype else suite.DTYPES
+    calls = suite.calls(ops, dtypes, suite.SIZES[:1] if asked.tiny else suite.SIZES)
+    if asked.list:
+        print("\n".join(map(str, calls)))
+        return 0
+    path = asked.out or default_path()
+    report = suite.opened(path)
+    print(f"{len(calls)} calls into {path}; {len(report.entries)} are there", flush=True)
+    try:
+        with progress.shown(len(calls)) as told:
+            for done, entry in suite.profile(report, path, calls):
+                told(done, entry.line)
+    except KeyboardInterrupt:
+        print(f"stopped: {len(report.entries)} are in {path}; the same command goes on from there")
+        return 130
+    failed = [f"{e.call}  {n}: {why}" for e in report.entries for n, why in e.failed.items()]
+    print("\n".join([f"failed: {line}" for line in failed] + [f"done: {path}"]))
+    return bool(failed)
+
+
+def run_report(given: Sequence[str]) -> int:
+    """Tables and pictures of reports."""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} report",
+        description="Every call and implementation of profile reports, as text, or as files with "
+        "a roofline and bars beside XLA (those need matplotlib: pip install 'fuel_jax[report]').",
+    )
+    parser.add_argument("file", nargs="+", help="a report")
+    parser.add_argument("--html", metavar="OUT", help="write one page")
+    parser.add_argument("--md", metavar="OUT", help="write Markdown, pictures in files beside it")
+    asked = parser.parse_args(given)
+    from .judge import pages, plots
+
+    reports = [loaded(file) for file in asked.file]
+    if not (asked.html or asked.md):
+        print("\n\n".join(map(pages.as_text, reports)))
+    if asked.html:
+        pathlib.Path(asked.html).write_text(pages.as_html(reports), encoding="utf-8")
+    if asked.md:
+        pages.write_markdown(reports, pathlib.Path(asked.md))
+    if (asked.html or asked.md) and not any(map(plots.pictures, reports)):
+        print(plots.ABSENT)
+    return 0
+
+
+def run_compare(given: Sequence[str]) -> int:
+    """Two reports."""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} compare",
+        description="What is faster or slower in B than in A, where the spreads do not meet.",
+    )
+    parser.add_argument("a", help="a report")
+    parser.add_argument("b", help="another")
+    asked = parser.parse_args(given)
+    from .judge import pages
+
+    print(pages.compared(loaded(asked.a), loaded(asked.b)))
+    return 0
+
+
+def loaded(file: str) -> Any:
+    """The report of a file."""
+    from .judge import ProfileReport
+
+    try:
+        return ProfileReport.load(file)
+    except OSError as error:
+        raise FileError(f"{file}: {error.strerror}. Name a profile report.") from None
 
 
 def run_environment(given: Sequence[str]) -> int:
@@ -121,6 +225,8 @@ def run_table(given: Sequence[str]) -> int:
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "check": run_check,
     "profile": run_profile,
+    "report": run_report,
+    "compare": run_compare,
     "env": run_environment,
     "table": run_table,
 }

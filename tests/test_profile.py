@@ -90,8 +90,17 @@ class TestNames:
         assert main(["profile", "--suite", "h200", "softmax"]) == 2
         assert "no case 'softmax'" in capsys.readouterr().err
 
-    @pytest.mark.parametrize("arguments", [[], ["--suite", "b200"]])
-    def test_a_suite_must_be_named(self, arguments, capsys):
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["--suite", "b200"],
+            ["softmax_last_dim"],
+            ["--rows", "rows.jsonl"],
+            ["--suite", "h200", "--op", "exp"],
+            ["--suite", "h200", "--out", "report.json"],
+        ],
+    )
+    def test_what_no_suite_has_is_exit_2(self, arguments, capsys):
         with pytest.raises(SystemExit) as stopped:
             main(["profile", *arguments])
         assert stopped.value.code == 2

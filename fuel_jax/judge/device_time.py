@@ -78,14 +78,17 @@ def jax_burst(
 
 
 def interleaved(
-    bursts: dict[str, Burst], rounds: int = ROUNDS, seconds: float = ROUND
+    bursts: dict[str, Burst], rounds: int = ROUNDS, seconds: float = ROUND, least: int = 3
 ) -> dict[str, dict[str, float]]:
-    """Microseconds of a launch of each: the median over rounds, and the least and most."""
+    """Microseconds of a launch of each: the median over rounds, and the least and most.
+
+    A round has ``seconds`` of each, but ``least`` launches.
+    """
     counts = {}
     for name, burst in bursts.items():
         burst(1)  # first launches load code and set up workspaces
-        once = burst(3)
-        counts[name] = max(3, min(MOST, int(seconds / once)))
+        once = burst(least)
+        counts[name] = max(least, min(MOST, int(seconds / once)))
     took: dict[str, list[float]] = {name: [] for name in bursts}
     for i in range(rounds):
         for name in list(bursts)[:: 1 if i % 2 else -1]:
