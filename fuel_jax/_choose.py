@@ -183,12 +183,17 @@ def choose(
     pin: str | None,
     avals: Sequence[Any],
     params: dict[str, Any],
+    over_devices: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """The implementation to run, as one function of the arrays."""
+    """The implementation to run, as one function of the arrays.
+
+    Kernels are wrapped by ``over_devices``; the body is not, for XLA partitions that by itself.
+    """
     branches: dict[str, Callable[..., Any]] = {}
     for choice in decide(op, kernels, pin, avals, params):
         kernel, run = choice.kernel, functools.partial(choice.kernel.run, **params)
-        branches |= dict.fromkeys(choice.serves, run)
+        wrapped = over_devices if over_devices and kernel is not kernels[-1] else lambda run: run
+        branches |= dict.fromkeys(choice.serves, wrapped(run))
         if kernel.name == pin and not choice.serves:
             given = ", ".join(map(describe, avals))
             raise UnsupportedKernel(
@@ -196,10 +201,15 @@ def choose(
                 f"Without the pin another one serves; {op}.explain(...) says which."
             )
         if kernel.name == pin and kernel.platforms and kernel.interpretable:
-            branches["default"] = functools.partial(run, interpret=True)
+            branches["default"] = wrapped(functools.partial(run, interpret=True))
     if tuple(branches) == ("default",):
         return branches["default"]
     return functools.partial(lax.platform_dependent, **branches)
+
+
+def abstract(arrays: Sequence[Any]) -> list[Any]:
+    """Shapes and dtypes only: what choices may depend on."""
+    return [None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
 
 
 def describe(x: Any) -> str:

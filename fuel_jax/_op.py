@@ -28,10 +28,20 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 
-from ._choose import PIN, Choice, Kernel, KernelCaps, Reason, choose, decide, never
+from ._choose import (
+    PIN,
+    Choice,
+    Kernel,
+    KernelCaps,
+    Reason,
+    abstract,
+    choose,
+    decide,
+    never,
+)
+from ._sharding import Rule, rule_of, split
 from ._signature import Signature
 from .errors import ArgumentError, SignatureError, UnsupportedKernel
 from .numerics import check, vary_alike
@@ -139,6 +149,7 @@ class Op(Generic[P, R]):
         expects: Callable[..., Any] = never,
         adapt: Callable[..., tuple[Sequence[Any], dict[str, Any]]] | None = None,
         destructive_input: int | None = None,
+        splits: str = "",
         examples: Examples = lambda: (),
     ) -> None:
         """Declare an op.
@@ -156,6 +167,9 @@ class Op(Generic[P, R]):
             adapt: the public signature where it differs from the body's (an array inside a keyword
                 argument); returns the body's ``(arrays, params)``.
             destructive_input: position of the operand whose buffer an eager call gives up.
+            splits: axes of the operands' annotations that may be split over devices, each part
+                computed alone; ``h=hk*r`` says that h is (hk, r).  A result that lacks such an
+                axis is a sum over it.
             examples: shapes and parameters that tests, benchmarks, tuning and docs share.  Every
                 argument of the body by name; abstract arrays and float arrays stand for data of
                 any float dtype, other arrays for themselves.
@@ -166,7 +180,7 @@ class Op(Generic[P, R]):
         self.__doc__ = body.__doc__
         self.precision, self.outputs = precision, tuple(outputs)
         self.rejects, self.expects, self.examples = rejects, expects, examples
-        self.adapt, self.destructive_input = adapt, destructive_input
+        self.adapt, self.destructive_input, self.splits = adapt, destructive_input, splits
         self.signature = Signature(body, self.name)
         self.inputs, self.params = self.signature.inputs, self.signature.params
         self.kernels = [Kernel("xla", body)]
@@ -231,9 +245,20 @@ class Op(Generic[P, R]):
         return self._run(call, *arrays)
 
     def _run(self, call: Call, *arrays: Any) -> Any:
-        run = choose(self.name, self.kernels, call.pin, abstract(arrays), call.params)
-        out = run(*arrays)
+        part = functools.partial(self._choose, call)
+        rule = functools.partial(self.sharding, call.params)
+        over_devices = functools.partial(split, part=part, rule_of=rule) if self.splits else None
+        out = self._choose(call, *arrays, over_devices=over_devices)
         return tie(out, arrays) if isinstance(out, tuple) else out
+
+    def _choose(self, call: Call, *arrays: Any, over_devices: Any = None) -> Any:
+        run = choose(self.name, self.kernels, call.pin, abstract(arrays), call.params, over_devices)
+        return run(*arrays)
+
+    def sharding(self, params: dict[str, Any], arrays: Sequence[Any], outputs: Any) -> Rule:
+        """Which axes of operands and results belong together, and which may be split."""
+        names = self._present(params)
+        return rule_of(self.signature, self.splits, names, arrays, as_tuple(outputs))
 
     def _check(self, params: dict[str, Any], arrays: Sequence[Any]) -> None:
         self.signature.check(arrays)
@@ -367,11 +392,6 @@ def gives_up(arrays: Sequence[Any], position: int) -> bool:
     )
 
 
-def abstract(arrays: Sequence[Any]) -> list[Any]:
-    """Shapes and dtypes only: what choices may depend on."""
-    return [None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-
-
 def as_tuple(outputs: Any) -> tuple[Any, ...]:
     """The outputs of an op, also when there is one."""
     return outputs if isinstance(outputs, tuple) else (outputs,)
@@ -381,8 +401,16 @@ def tie(outputs: tuple[Any, ...], arrays: Sequence[Any]) -> tuple[Any, ...]:
     """Let every output depend on every operand, so that ``vmap`` batches all of them or none.
 
     Under vmap over ``v`` alone attention's lse would stay unbatched; its cotangent would then be
-    counted once per example (JAX 0.10, 0.11) or refused (0.12).  XLA removes the select.
+    counted once per example (JAX 0.10, 0.11) or refused (0.12).
     """
-    first = [x[(0,) * x.ndim] for x in arrays if x is not None and x.size]
-    same = functools.reduce(lax.bitwise_and, [a == a for a in first], jnp.bool_(True))
-    return jax.tree.map(lambda y: lax.select(jnp.broadcast_to(same, y.shape), y, y), outputs)
+    together = jax.custom_batching.custom_vmap(lambda outputs, arrays: outputs)
+
+    @together.def_vmap
+    def _(size: int, batched: Any, outputs: Any, arrays: Any) -> Any:
+        stack = lambda y, has: y if has else jnp.broadcast_to(y, (size, *y.shape))
+        outputs = jax.tree.map(stack, outputs, batched[0])
+        return tie(outputs, arrays), jax.tree.map(lambda _: True, outputs)
+
+    tied = jax.custom_jvp(lambda outputs, arrays: together(outputs, arrays))
+    tied.defjvp(lambda primals, tangents: (together(*primals), tangents[0]))
+    return tied(outputs, [x for x in arrays if x is not None])

@@ -57,6 +57,7 @@ def expects(q, k, *rest, **params):
     family="Attention",
     precision=PRECISION,
     outputs=("dq", "dk", "dv", "dalibi"),
+    splits="b hk r h=hk*r",
     rejects=lambda q, k, v, o, lse, do, *rest, **params: maths.rejects(q, k, v, **params),
     matchable=False,
 )
@@ -145,6 +146,7 @@ def flash_attn_backward(
     precision=PRECISION,
     backward=flash_attn_backward,
     outputs=("o", "lse"),
+    splits="b hk r h=hk*r -> b h sq dv, b h sq",
     rejects=maths.rejects,
     expects=expects,
     matchable=False,
@@ -226,6 +228,7 @@ def flash_attn(
 # -- the backwards of the vocabulary -----------------------------------------------------------
 
 BACKWARD = {
+    "splits": "b hk r h=hk*r",
     "family": "Attention",
     "precision": PRECISION,
     "rejects": lambda q, k, v, *rest, **params: maths.rejects(q, k, v, **params),

@@ -36,6 +36,7 @@ def backward_examples():
     family="Backward",
     precision=PRECISION,
     outputs=("dx",),
+    splits="*batch",
     matchable=False,
     examples=backward_examples,
 )
@@ -63,6 +64,7 @@ def softmax_last_dim_backward(
     family="Forward",
     precision=PRECISION,
     backward=softmax_last_dim_backward,
+    splits="*batch",
     seed_backward="Fused(softmax_last_dim_backward)",
     examples=examples,
 )
@@ -115,6 +117,7 @@ def by_logsumexp(x):
     family="Backward",
     precision=PRECISION,
     outputs=("dx",),
+    splits="*batch",
     matchable=False,
     examples=backward_examples,
 )
@@ -143,6 +146,7 @@ def log_softmax_last_dim_backward(
     family="Forward",
     precision=PRECISION,
     backward="decompose",
+    splits="*batch",
     examples=examples,
 )
 def log_softmax_last_dim(x: Floats[Array, "*batch n"]) -> Floats[Array, "*batch n"]:

@@ -1,0 +1,291 @@
+"""How an op may be split over devices, and kernels that are.
+
+XLA partitions plain ``jax.numpy`` by itself.  A kernel it cannot look into: on operands that are
+split it would gather them all, and compute the whole on every device.  So a kernel is wrapped with
+the op's rule: each device runs it on its own part.
+
+The rule is read from what the op says already.  Axes of one name in its annotations are one
+*factor*; ``splits`` names those of which every part can be computed alone, ``"*batch"``, or
+``"b hk h=hk*r"`` where the axis h is (hk, r), hk outermost.  All others stay whole.  A result
+that lacks a factor is a sum over it, and is summed over the devices.  In the einsum-like notation
+of Shardy, :attr:`Rule.text`, that of attention is::
+
+    b (hk r) sq d, b hk sk d, b hk sk dv -> b (hk r) sq dv        may be split: b hk
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ._choose import abstract
+from ._signature import Axes, Signature, fit
+
+Dims = tuple[tuple[str, ...], ...]  # the factors of each axis of an array, outermost first
+Split = dict[str, tuple[str, ...]]  # factor -> mesh axes it is split over
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Which axes of operands and results belong together, and which of them may be split."""
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    splits: frozenset[str]
+    sizes: tuple[tuple[str, int], ...]
+
+    @property
+    def text(self) -> str:
+        """In Shardy's notation."""
+        axis = lambda factors: factors[0] if len(factors) == 1 else f"({' '.join(factors)})"
+        array = lambda dims: " ".join(map(axis, dims))
+        return f"{', '.join(map(array, self.operands))} -> {', '.join(map(array, self.results))}"
+
+    @property
+    def inner_sizes(self) -> dict[str, int]:
+        """Extents that no axis has: those of factors that share every axis they are in."""
+        alone = {f[0] for dims in (*self.operands, *self.results) for f in dims if len(f) == 1}
+        return {f: size for f, size in self.sizes if f not in alone}
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """Factors that must not be split."""
+        return tuple(f for f, _ in self.sizes if f not in self.splits)
+
+    def split(self, mesh: Any, specs: Sequence[Any]) -> Split:
+        """The mesh axes of each factor, as the first array has it that splits it and may.
+
+        ``specs`` are those of the operands, then of the results, as far as they are known.  An axis
+        that the number of devices does not divide stays whole.
+        """
+        sizes, found, used = dict(self.sizes), {}, set()
+        for dims, spec in zip((*self.operands, *self.results), specs, strict=False):
+            for factors, axes in zip(dims, spec, strict=False):
+                axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
+                factor = factors[0]  # outermost: the others are strided over devices
+                devices = math.prod(mesh.shape[a] for a in axes)
+                if (
+                    devices > 1
+                    and factor in self.splits
+                    and factor not in found
+                    and not used.intersection(axes)
+                    and sizes[factor] % devices == 0
+                ):
+                    found[factor] = axes
+                    used.update(axes)
+        return found
+
+    def specs(self, arrays: tuple[Dims, ...], split: Split) -> list[PartitionSpec]:
+        """How each array is laid out, so split."""
+        return [PartitionSpec(*(split.get(factors[0]) for factors in dims)) for dims in arrays]
+
+    def sums(self, split: Split) -> list[tuple[str, ...]]:
+        """The mesh axes that each result is to be summed over."""
+        has = [{factor for factors in dims for factor in factors} for dims in self.results]
+        return [tuple(a for f, axes in split.items() if f not in own for a in axes) for own in has]
+
+    def batched(self, operands: Sequence[bool], size: int) -> Rule:
+        """With a leading axis for those operands, and for every result."""
+        name = f"v{sum(f[0] == 'v' and f[1:].isdigit() for f, _ in self.sizes)}"
+        new = lambda dims: ((name,), *dims)
+        return Rule(
+            tuple(new(d) if b else d for d, b in zip(self.operands, operands, strict=True)),
+            tuple(map(new, self.results)),
+            self.splits | {name},
+            ((name, size), *self.sizes),
+        )
+
+
+# -- reading it ------------------------------------------------------------------------------
+
+
+def rule_of(
+    signature: Signature,
+    splits: str,
+    outputs: Sequence[str],
+    arrays: Sequence[Any],
+    results: Sequence[Any],
+) -> Rule:
+    """The rule of a call whose operands and results have these shapes; None is left out.
+
+    A result without an annotation that begins with d, like ``dq``, is laid out as the operand.
+    """
+    axes: Axes = {}
+    forms = {}
+    for name, x in zip(signature.names(arrays), arrays, strict=True):
+        operand = signature.operands[signature.inputs[0] if signature.variadic else name]
+        for form in operand.forms if x is not None else ():
+            if x.dtype.name in form.dtypes and fit(form.dim_str, x.shape, axes, name) is None:
+                forms[name] = form.dim_str
+                break
+    splits, _, layouts = splits.partition("->")
+    written = layouts.split(",") if layouts else written_results(signature.annotations["return"])
+    compound, free = {}, set()
+    for word in splits.split():
+        axis, _, factors = word.partition("=")
+        compound |= {axis: tuple(factors.split("*"))} if factors else {}
+        free |= set() if factors else {axis}
+    sizes: dict[str, int] = {}
+    splittable: set[str] = set()
+
+    def read(dim_str: str | None, x: Any, array: str) -> Dims:
+        tokens = (dim_str or "...").split()
+        at = next((i for i, t in enumerate(tokens) if t[0] == "*" or t == "..."), None)
+        if at is not None:
+            star, many = tokens[at], x.ndim - len(tokens) + 1
+            label = array if star == "..." else star[1:]
+            tokens[at : at + 1] = [f"{label}_{i}" for i in range(many)]
+            splittable.update(tokens[at : at + many] if star in free else ())
+        dims = []
+        for i, (token, extent) in enumerate(zip(tokens, x.shape, strict=True)):
+            factors = compound.get(token, (f"{array}_{i}" if token.isdigit() else token,))
+            inner = math.prod(sizes.get(f, 1) for f in factors[:-1])
+            sizes.setdefault(factors[-1], extent // max(inner, 1))
+            factors = tuple(f for f in factors if sizes[f] != 1) or factors[:1]
+            splittable.update(free.intersection(factors[:1]))
+            dims.append(factors)
+        return tuple(dims)
+
+    # Plain axes first: they give the factors of compound ones their sizes.
+    order = sorted(forms, key=lambda n: any(t in compound for t in forms[n].split()))
+    by_name = dict(zip(signature.names(arrays), arrays, strict=True))
+    read_dims = {n: read(forms[n], by_name[n], n) for n in order}
+    operands = tuple(
+        read_dims[n] if n in read_dims else read(None, x, n)
+        for n, x in by_name.items()
+        if x is not None
+    )
+    found = []
+    for i, (name, y) in enumerate(zip(outputs, results, strict=True)):
+        dim_str = written[i] if i < len(written) else None
+        like = name[1:] if dim_str is None and name[0] == "d" else None
+        if y is not None:
+            found.append(read_dims[like] if like in read_dims else read(dim_str, y, f"{name}_out"))
+    used = [factor for dims in (*operands, *found) for factors in dims for factor in factors]
+    ordered = tuple((factor, sizes[factor]) for factor in dict.fromkeys(used))
+    return Rule(operands, tuple(found), frozenset(splittable), ordered)
+
+
+def written_results(note: Any) -> list[str | None]:
+    """The axes of each result, as far as the annotation of ``return`` says them."""
+    notes = typing.get_args(note) if typing.get_origin(note) is tuple else (note,)
+    return [getattr(n, "dim_str", None) for n in notes]
+
+
+# -- splitting a kernel ----------------------------------------------------------------------
+
+
+def split(
+    run: Callable[..., Any], part: Callable[..., Any], rule_of: Callable[..., Rule]
+) -> Callable[..., Any]:
+    """``run``, such that every device computes its own part where the operands are split.
+
+    Args:
+        run: the kernel; its arrays may be None.
+        part: what serves a part, which is smaller.
+        rule_of: the rule, of the arrays and what comes of them.
+    """
+
+    def over_devices(*arrays: Any) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.manual_axes:
+            return run(*arrays)  # inside shard_map: it is a part already
+        if mesh.abstract_device is not None and not is_here(mesh.abstract_device):
+            return run(*arrays)  # a partitioner wants devices
+        at = [i for i, x in enumerate(arrays) if x is not None]
+
+        def present(f: Callable[..., Any], *given: Any) -> list[Any]:
+            every = dict(zip(at, given, strict=True))
+            return jax.tree.leaves(f(*(every.get(i) for i in range(len(arrays)))))
+
+        given = [arrays[i] for i in at]
+        part_of = functools.partial(present, part)
+        if AxisType.Explicit in mesh.axis_types:
+            out = jax.eval_shape(run, *abstract(arrays))
+            found = by_shard_map(part_of, rule_of(arrays, out), mesh, given)
+        else:
+            traced, out = jax.make_jaxpr(run, return_shape=True)(*arrays)
+            found = by_partitioner(jaxpr_as_fun(traced), part_of, rule_of(arrays, out))(*given)
+        return jax.tree.unflatten(jax.tree.structure(out), found)
+
+    return over_devices
+
+
+def is_here(device: Any) -> bool:
+    """Whether this machine has such devices: programs are lowered for others, too."""
+    try:
+        return any(d.device_kind == device.device_kind for d in jax.devices(device.platform))
+    except RuntimeError:
+        return False
+
+
+def summed(part: Callable[..., list[Any]], rule: Rule, split: Split) -> Callable[..., list[Any]]:
+    """What one device computes: its part, summed over the devices where it is one of a sum."""
+
+    def local(*arrays: Any) -> list[Any]:
+        return [
+            lax.psum(y, axes) if axes else y
+            for y, axes in zip(part(*arrays), rule.sums(split), strict=True)
+        ]
+
+    return local
+
+
+def by_shard_map(part: Callable[..., list[Any]], rule: Rule, mesh: Any, arrays: list) -> list:
+    """Where types say how arrays are laid out."""
+    split = rule.split(mesh, [jax.typeof(x).sharding.spec for x in arrays])
+    operands = rule.specs(rule.operands, split)
+    given = [jax.sharding.reshard(x, spec) for x, spec in zip(arrays, operands, strict=True)]
+    results = rule.specs(rule.results, split)
+    return jax.shard_map(
+        summed(part, rule, split),
+        mesh=mesh,
+        in_specs=tuple(operands),
+        out_specs=results,
+        check_vma=False,
+    )(*given)
+
+
+def by_partitioner(
+    run: Callable[..., list[Any]], part: Callable[..., list[Any]], rule: Rule
+) -> Callable[..., list[Any]]:
+    """Where XLA decides how arrays are laid out: the partitioner asks for the part's program."""
+    call = custom_partitioning(run)
+
+    def partition(mesh: Any, operands: Any, results: Any) -> Any:
+        specs = [x.sharding.spec for x in (*operands, *results)]
+        split = rule.split(mesh, specs)
+        named = lambda arrays: [NamedSharding(mesh, spec) for spec in rule.specs(arrays, split)]
+        local = summed(part, rule, split)
+        return mesh, local, named(rule.results), tuple(named(rule.operands))
+
+    call.def_partition(
+        partition,
+        infer_sharding_from_operands=None,
+        sharding_rule=rule.text,
+        need_replication_factors=rule.whole,
+        **rule.inner_sizes,
+    )
+    batched = jax.custom_batching.custom_vmap(lambda *arrays: call(*arrays))
+
+    @batched.def_vmap
+    def vmapped(size: int, which: list[bool], *arrays: Any) -> Any:
+        axes = [0 if b else None for b in which]
+        over = lambda f: jax.vmap(f, in_axes=axes, axis_size=size)
+        wider = by_partitioner(over(run), over(part), rule.batched(which, size))
+        found = wider(*arrays)
+        return found, [True] * len(found)
+
+    differentiable = jax.custom_jvp(lambda *arrays: batched(*arrays))
+    differentiable.defjvp(lambda primals, tangents: jax.jvp(run, primals, tangents))
+    return differentiable
