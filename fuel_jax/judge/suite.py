@@ -85,9 +85,10 @@ def grown(op: Op, example: dict[str, Any], most: int) -> dict[str, Any]:
         size = lambda factor, way=way: elements(op, way(op, abstract, factor))
         factor = bisect.bisect_right(range(1, most + 1), most, key=size)
         while factor > 1 and accepted(op, larger := way(op, abstract, factor)):
-            if work(op, larger) <= MOST_WORK:
+            # Scores of attention grow with the square, and nothing here with more.
+            if most**2 <= MOST_WORK or work(op, larger) <= MOST_WORK:
                 return way(op, example, factor)
-            factor //= 2  # scores of attention grow with the square
+            factor //= 2
     return example
 
 
