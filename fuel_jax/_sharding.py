@@ -20,7 +20,7 @@ import functools
 import math
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax import lax
@@ -30,6 +30,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ._choose import abstract
 from ._signature import Axes, Signature, fit
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Dims = tuple[tuple[str, ...], ...]  # the factors of each axis of an array, outermost first
 Split = dict[str, tuple[str, ...]]  # factor -> mesh axes it is split over
@@ -219,6 +222,31 @@ def split(
         return jax.tree.unflatten(jax.tree.structure(out), found)
 
     return over_devices
+
+
+def splitting(splits: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator: a kernel's heart, annotated like an op, where an op cannot be split as a whole.
+
+    A mean over rows is none of means over parts of them; what is found for each row is split, and
+    the mean is left to XLA.
+    """
+
+    def decorate(f: Callable[P, R]) -> Callable[P, R]:
+        signature = Signature(f, f.__name__)
+
+        def rule(arrays: Sequence[Any], out: Any) -> Rule:
+            results = out if isinstance(out, tuple) else (out,)
+            names = [f"y{i}" for i in range(len(results))]
+            return rule_of(signature, splits, names, arrays, results)
+
+        @functools.wraps(f)
+        def run(*arrays: P.args, **params: P.kwargs) -> R:
+            whole = functools.partial(f, **params)
+            return split(whole, whole, rule)(*arrays)
+
+        return run
+
+    return decorate
 
 
 def is_here(device: Any) -> bool:

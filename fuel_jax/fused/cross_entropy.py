@@ -12,10 +12,11 @@ from jax import lax
 from pallas_kernels import cross_entropy as kernels
 
 from .._op import Precision
+from .._sharding import splitting
 from ..numerics import uncontracted, wide
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
-from ..types import Array, Floats, Indices, Reduction, Single, Wide
+from ..types import Array, Floats, Indices, Mask, Reduction, Single, Wide
 from ._rows import Rows, sums, taken_together
 
 PRECISION = Precision(float32=3e-6, float64=2e-7)  # the loss is F32 beside F64 logits, too
@@ -205,36 +206,53 @@ def is_small(logits, *_, **__) -> str | None:
     return "a few numbers are as fast in one piece" if math.prod(logits.shape) < 2**16 else None
 
 
+@splitting("*rows")
+def row_losses_by_rows(
+    logits: Floats[Array, "*rows v"], label: Indices[Array, "*rows"]
+) -> tuple[Wide[Array, "*rows"], Wide[Array, "*rows"]]:
+    """As :func:`row_losses`."""
+    if logits.size == 0:
+        return row_losses(logits, label)
+    rows = Rows(logits)
+    m, total = rows.map(sums)
+    log_sum, picked = jnp.log(total), rows.at(jnp.maximum(label.ravel(), 0))
+    found = log_sum + (m - picked), log_sum + m
+    return jax.tree.map(lambda y: y.reshape(label.shape), found)
+
+
 @fused_softmax_cross_entropy.kernel("rows", platforms=("cpu",), declines=taken_together)
 def by_rows(logits, targets, *, reduction, ignore_index, return_lse):
     """A few rows at a time: they stay in cache between their maximum and their sum."""
-
-    def losses(logits, label):
-        if logits.size == 0:
-            return row_losses(logits, label)
-        rows = Rows(logits)
-        m, total = rows.map(sums)
-        log_sum, picked = jnp.log(total), rows.at(jnp.maximum(label.ravel(), 0))
-        found = log_sum + (m - picked), log_sum + m
-        return jax.tree.map(lambda y: y.reshape(label.shape), found)
-
-    return reduced(losses, logits, targets, reduction, ignore_index, return_lse)
+    return reduced(row_losses_by_rows, logits, targets, reduction, ignore_index, return_lse)
 
 
 @fused_softmax_cross_entropy_backward.kernel("rows", platforms=("cpu",), declines=is_small)
 def backward_by_rows(logits, targets, lse, upstream, dlse, *, reduction, ignore_index):
-    """p in one pass, then the labels' elements.
+    """p in one pass, then the labels' elements."""
+    label, weight, g, unused = of_rows(
+        logits, targets, lse, upstream, dlse, reduction=reduction, ignore_index=ignore_index
+    )
+    return slopes_by_rows(logits, label, lse, weight, g, unused)
+
+
+@splitting("*rows")
+def slopes_by_rows(
+    logits: Floats[Array, "*rows v"],
+    label: Indices[Array, "*rows"],
+    lse: Wide[Array, "*rows"],
+    weight: Wide[Array, "*rows"],
+    g: Wide[Array, "*rows"],
+    unused: Mask[Array, "*rows"],
+) -> Floats[Array, "*rows v"]:
+    """Of the logits, from what :func:`of_rows` says.
 
     exp(logits − lse) sums to 1 within 1e-6 as long as lse is small: the sums are formed only if it
     is not.
     """
     if logits.size == 0:
         return jnp.zeros_like(logits)
-    given = of_rows(
-        logits, targets, lse, upstream, dlse, reduction=reduction, ignore_index=ignore_index
-    )
     rows = Rows(logits)
-    label, weight, g, unused, lse = (x.ravel() for x in (*given, lse))
+    label, lse, weight, g, unused = (x.ravel() for x in (label, lse, weight, g, unused))
     inexact = jnp.isfinite(lse) & (jnp.abs(lse) > 32)
     each = lambda v, lse: (jnp.sum(jnp.exp(v - lse[:, None]), -1),)
     total = lax.cond(
@@ -267,11 +285,33 @@ def backward_by_rows(logits, targets, lse, upstream, dlse, *, reduction, ignore_
 on_cuda: dict[str, Any] = {"platforms": ("cuda",), "refuses": kernels.refuses}
 
 
+@splitting("*rows")
+def row_losses_by_triton(
+    logits: Floats[Array, "*rows v"], label: Indices[Array, "*rows"], *, interpret: bool
+) -> tuple[Wide[Array, "*rows"], Wide[Array, "*rows"]]:
+    """As :func:`row_losses`."""
+    return kernels.row_losses(logits, label, interpret=interpret)
+
+
 @fused_softmax_cross_entropy.kernel("triton", **on_cuda, declines=kernels.declines)
 def by_triton(logits, targets, *, reduction, ignore_index, return_lse, interpret=False):
     """Maximum and sum in one pass over the logits."""
-    rows = functools.partial(kernels.row_losses, interpret=interpret)
+    rows = functools.partial(row_losses_by_triton, interpret=interpret)
     return reduced(rows, logits, targets, reduction, ignore_index, return_lse)
+
+
+@splitting("*rows")
+def slopes_by_triton(
+    logits: Floats[Array, "*rows v"],
+    label: Indices[Array, "*rows"],
+    lse: Wide[Array, "*rows"],
+    weight: Wide[Array, "*rows"],
+    g: Wide[Array, "*rows"],
+    *,
+    interpret: bool,
+) -> Floats[Array, "*rows v"]:
+    """As :func:`slopes_by_rows`, with the weights of unused rows 0 already."""
+    return kernels.gradient(logits, label, lse, weight, g, interpret=interpret)
 
 
 @fused_softmax_cross_entropy_backward.kernel(
@@ -285,7 +325,7 @@ def backward_by_triton(
         logits, targets, lse, upstream, dlse, reduction=reduction, ignore_index=ignore_index
     )
     weight = jnp.where(unused, 0, jnp.where(jnp.isfinite(lse), weight, jnp.nan))
-    return kernels.gradient(logits, label, lse, weight, g, interpret=interpret)
+    return slopes_by_triton(logits, label, lse, weight, g, interpret=interpret)
 
 
 # -- as people write it --------------------------------------------------------------------
