@@ -54,12 +54,12 @@ def facts(report: ProfileReport) -> str:
 def about(report: ProfileReport) -> str:
     """How to read the table."""
     bounds = plots.ceilings(report)
-    speeds = [f"a copy moves {bounds['copy'] / 1e9:.0f} GB/s"] * ("copy" in bounds)
-    speeds += [
-        f"a product makes {bounds[dtype] / 1e9:.0f} GFLOP/s in {dtype}"
-        for dtype in ("float32", "bfloat16")
-        if dtype in bounds
-    ]
+    says = {
+        "copy": "a copy moves {:,.0f} GB/s",
+        "float32": "a product makes {:,.0f} GFLOP/s in float32",
+        "bfloat16": "a product makes {:,.0f} GFLOP/s in bfloat16",
+    }
+    speeds = [say.format(bounds[name] / 1e9) for name, say in says.items() if name in bounds]
     passed = f" {report.passed_over} entries were passed over." * bool(report.passed_over)
     reached = f" The ceiling: {', '.join(speeds)}." * bool(speeds)
     return (

@@ -102,7 +102,8 @@ def roofline(figure: Any, report: ProfileReport) -> bool:
         look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i // len(COLOURS) % 6]}
         axes.scatter(*zip(*found, strict=True), s=14, label=name, zorder=4, **look)
     axes.axhline(1, color=INK, linewidth=0.8)
-    axes.axvline(bounds["float32"] / bounds["copy"], color=INK, linewidth=0.8, linestyle=":")
+    if "float32" in bounds:
+        axes.axvline(bounds["float32"] / bounds["copy"], color=INK, linewidth=0.8, linestyle=":")
     axes.set(xscale="log", yscale="log", xlabel="operations per byte (dotted: float32's ridge)")
     axes.set_ylabel("share of the ceiling")
     axes.legend(frameon=False, fontsize=8)

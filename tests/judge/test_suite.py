@@ -53,6 +53,7 @@ class TestSizes:
             (fuel_jax.flash_attn, [(2, 4, 70, 112), (2, 2, 98, 112), (2, 2, 98, 84)]),
             (fuel_jax.gather, [(180, 360), (180, 270)]),
             (fuel_jax.qmatmul, [(255, 256), (180,)]),
+            (fuel_jax.ssd_chunk_scan, [(60, 6, 60, 3), (60, 6, 60), (60,), *[(60, 6, 2, 4)] * 2]),
         ],
         ids=lambda x: getattr(x, "name", ""),
     )
