@@ -16,6 +16,7 @@ import jax.numpy as jnp
 WARP = 32  # threads
 LOG2_E = 1.4426950408889634
 INTERPRETED = jax.make_user_context(False)  # what :func:`launch` was told, for those below
+GRID = 65535  # programs along the second and third axis of a grid, at most
 LIMIT = 2**31  # elements: offsets into an array are counted in 32 bits
 
 
@@ -52,6 +53,7 @@ def launch(
     warps: int,
     interpret: bool,
     stages: int = 1,
+    aliases: dict[int, int] | None = None,
 ) -> Callable[..., Any]:
     """``kernel`` over a grid of programs that see whole arrays and index them as they like.
 
@@ -63,6 +65,7 @@ def launch(
         warps: groups of 32 threads per program.
         interpret: run it without a GPU.  Part of the trace, so it is decided by the caller.
         stages: blocks of a loop that are on their way at once; for loops around matrix products.
+        aliases: the operand whose memory a result takes over; what is not written stays.
     """
     from jax.experimental import pallas
 
@@ -75,6 +78,7 @@ def launch(
         out_shape=out,
         grid=grid,
         compiler_params=triton().CompilerParams(num_warps=warps, num_stages=stages),
+        input_output_aliases=aliases or {},
         interpret=interpret,
         name=f"fuel_{name}",
     )

@@ -22,8 +22,7 @@ Dao 2023, arXiv:2307.08691.
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -104,38 +103,37 @@ class Sizes(NamedTuple):
 # -- blocks of memory ------------------------------------------------------------------------
 
 
-def block(ref: Any, at: tuple[Any, ...], rows: jax.Array) -> jax.Array:
-    """Some rows of the matrix at an index, all of their columns; 0 beyond either end."""
-    *_, end, width = ref.shape
-    columns = counted(power_of_two(max(width, LEAST_WIDTH)))
-    inside = []
-    if end % len(rows):
-        inside.append(rows[:, None] < end)
-    if width != len(columns):
-        inside.append(columns[None, :] < width)
-    mask = functools.reduce(operator.and_, inside) if inside else None
-    where = ref.at[(*at, rows[:, None], columns[None, :])]
-    return triton().load(where, mask=mask, other=None if mask is None else 0)
+def block(ref: Any, at: tuple[Any, ...], rows: jax.Array, end: Any = None) -> jax.Array:
+    """Rows of the matrix at an index, all columns; 0 beyond either, and from row ``end`` on."""
+    inside = rows[:, None] < ref.shape[-2] if ref.shape[-2] % len(rows) else None
+    if end is not None:
+        inside = rows[:, None] < end
+    return columns_of(ref, (*at, rows[:, None]), inside)
+
+
+def columns_of(ref: Any, at: tuple[Any, ...], inside: Any) -> jax.Array:
+    """All columns of rows that are ``inside``, None for all; 0 for the others."""
+    width = ref.shape[-1]
+    columns = counted(power_of_two(max(width, LEAST_WIDTH)))[None, :]
+    if width != columns.size:
+        inside = columns < width if inside is None else inside & (columns < width)
+    return triton().load(ref.at[(*at, columns)], mask=inside, other=None if inside is None else 0)
 
 
 def read(ref: Any, sequence: Any, head: Any, keys: jax.Array, end: Any, table: Any) -> jax.Array:
-    """Keys or values of a head, 0 where there are none; with a table, from the pages it names.
+    """Keys or values of a head; with a table, from the pages it names.
 
-    ``end``: no page is looked up for keys from there on; None if there are none.
+    From ``end`` on, if given, they are 0, and no page is looked up.
     """
     if table is None:
-        return block(ref, (sequence, head), keys)
-    _, size, _, width = ref.shape
-    columns = counted(power_of_two(max(width, LEAST_WIDTH)))
+        return block(ref, (sequence, head), keys, end)
+    size = ref.shape[1]
     inside = None if end is None else keys < end
     page = triton().load(
         table.at[sequence, keys // size], mask=inside, other=None if end is None else 0
     )
-    mask = None if inside is None else inside[:, None]
-    if width != len(columns):
-        mask = columns[None, :] < width if mask is None else mask & (columns[None, :] < width)
-    where = ref.at[page[:, None], (keys % size)[:, None], head, columns[None, :]]
-    return triton().load(where, mask=mask, other=None if mask is None else 0)
+    inside = None if inside is None else inside[:, None]
+    return columns_of(ref, (page[:, None], (keys % size)[:, None], head), inside)
 
 
 def put(ref: Any, at: tuple[Any, ...], rows: jax.Array, x: jax.Array) -> None:
@@ -186,14 +184,9 @@ def finite(x: jax.Array) -> jax.Array:
     return jnp.where(is_finite(x), x, jnp.zeros_like(x))
 
 
-def weigh(p: jax.Array, v: jax.Array) -> jax.Array:
-    """``p · v``."""
-    return dot(p.astype(v.dtype), v)
-
-
 def weigh_seen(p: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
-    """The same, in which a row is not touched by the values of keys that it does not see."""
-    o = weigh(p, finite(v))
+    """``p · v``, in which a row is not touched by the values of keys that it does not see."""
+    o = dot(p.astype(v.dtype), finite(v))
     for value in (jnp.nan, jnp.inf, -jnp.inf):
         is_it = v != v if value != value else v == value
         hit = dot(seen.astype(v.dtype), is_it.astype(v.dtype)) > 0
@@ -225,7 +218,7 @@ def tanh(x: jax.Array) -> jax.Array:
 def scored(
     s: jax.Array, at: jax.Array, key: jax.Array, slope: Any, length: Any, rules: Rules, masked: bool
 ) -> Score:
-    """Products of queries at some positions and keys as scores, −inf where ``masked`` and hidden."""
+    """Products of queries at some positions and keys as scores; −inf where hidden."""
     unit, bend, seen = rules.scale * LOG2_E, None, None
     if rules.softcap is not None:
         capped = tanh(s * (rules.scale / rules.softcap))
@@ -241,6 +234,7 @@ def scored(
         if rules.right is not None:
             seen &= key <= at + rules.right
         s = jnp.where(seen, s, -jnp.inf)
+        bend = None if bend is None else jnp.where(seen, bend, 0)
     return Score(s, unit, bend, seen)
 
 
@@ -347,68 +341,96 @@ def level_of(m: jax.Array) -> jax.Array:
 # -- forward ---------------------------------------------------------------------------------
 
 
-def attend_kernel(
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    slopes: Any,
-    lengths: Any,
-    table: Any,
-    o_ref: Any,
-    lse_ref: Any,
-    *,
-    sizes: Sizes,
-    tile: Tile,
-    rules: Rules,
-    parts: int,
-) -> None:
-    """One block of rows against the keys they see: a running maximum, sum and weighted sum."""
-    i = cdiv(sizes.rows, tile.rows) - 1 - program_id(0)  # under causality the last have most to do
-    head, sequence, part = program_id(1), program_id(2) // parts, program_id(2) % parts
-    key_head = head if sizes.packed else head // sizes.group
-    length, valid = length_of(lengths, sequence, sizes)
-    rows = Rows.of(i, head, length, slopes, sizes, tile, rules, lengths is not None)
-    span = rows.keys if parts == 1 else rows.keys.part(part, parts)
-    q = block(q_ref, (sequence, head), rows.index)
+class Task(NamedTuple):
+    """What a program of the forward pass works on."""
 
-    def met(j: Any, masked: bool) -> tuple[Score, jax.Array]:
-        keys = j * tile.keys + counted(tile.keys)
-        end = length if masked else None
-        k, v = (read(ref, sequence, key_head, keys, end, table) for ref in (k_ref, v_ref))
-        at, key = rows.at[:, None], keys[None, :]
-        return scored(dot_turned(q, k), at, key, rows.slope, length, rules, masked), v
+    at: tuple[Any, ...]  # its place among the results
+    rows: Rows
+    span: Span
+    met: Callable[[Any, bool], tuple[Score, jax.Array]]  # scores and values of a block of keys
+    valid: Any  # None: nothing else is possible
+
+    @classmethod
+    def of(
+        cls,
+        operands: Sequence[Any],
+        *,
+        sizes: Sizes,
+        tile: Tile,
+        rules: Rules,
+        parts: int,
+    ) -> Task:
+        """This program's."""
+        q_ref, k_ref, v_ref, slopes, lengths, table = operands
+        i = cdiv(sizes.rows, tile.rows) - 1 - program_id(0)  # under causality the last do most
+        head, sequence, part = program_id(1), program_id(2) // parts, program_id(2) % parts
+        key_head = head if sizes.packed else head // sizes.group
+        length, valid = length_of(lengths, sequence, sizes)
+        rows = Rows.of(i, head, length, slopes, sizes, tile, rules, lengths is not None)
+        q = block(q_ref, (sequence, head), rows.index)
+
+        def met(j: Any, masked: bool) -> tuple[Score, jax.Array]:
+            keys = j * tile.keys + counted(tile.keys)
+            end = length if masked else None
+            k, v = (read(ref, sequence, key_head, keys, end, table) for ref in (k_ref, v_ref))
+            at, key = rows.at[:, None], keys[None, :]
+            return scored(dot_turned(q, k), at, key, rows.slope, length, rules, masked), v
+
+        at = (sequence, head) if parts == 1 else (part, sequence, head)
+        span = rows.keys if parts == 1 else rows.keys.part(part, parts)
+        return cls(at, rows, span, met, valid)
+
+
+def attend_kernel(*refs: Any, width: int, leaks: bool, **task: Any) -> None:
+    """One block of rows against the keys they see: a running maximum, sum and weighted sum."""
+    *operands, o_ref, lse_ref, spoiled_ref = refs
+    its = Task.of(operands, **task)
 
     def step(masked: bool) -> Callable[..., Any]:
         def over(j: Any, carry: Any) -> Any:
             m, total, o = carry
-            x, v = met(j, masked)
+            x, v = its.met(j, masked)
             top = jnp.maximum(m, jnp.max(x.s, axis=1) * x.unit)
             p, keep = x.weights(level_of(top)[:, None]), exp2(m - level_of(top))
-            return top, total * keep + jnp.sum(p, axis=1), o * keep[:, None] + weigh(p, v)
+            o = o * keep[:, None] + dot(p.astype(v.dtype), v)
+            return top, total * keep + jnp.sum(p, axis=1), o
 
         return over
 
-    none = jnp.full(tile.rows, -jnp.inf, jnp.float32)
-    width = power_of_two(max(v_ref.shape[-1], LEAST_WIDTH))
-    start = none, jnp.zeros(tile.rows, jnp.float32), jnp.zeros((tile.rows, width), jnp.float32)
-    m, total, o = span.over(step, start)
-    if lengths is not None or rules.left is not None or rules.right is not None:
-
-        def carefully(j: Any, o: jax.Array) -> jax.Array:
-            x, v = met(j, True)
-            return o + weigh_seen(x.weights(level_of(m)[:, None]), v, x.seen)
-
-        # A branch around these products, or inside the loop above, would slow that by a third.
-        spoiled = jnp.max(jnp.max(jnp.where(is_finite(o), 0, 1), axis=1), axis=0) > 0
-        last = jnp.where(spoiled, span.last, span.first)
-        o = lax.fori_loop(span.first, last, carefully, jnp.where(spoiled, 0, o))
+    rows = task["tile"].rows
+    none = jnp.full(rows, -jnp.inf, jnp.float32)
+    start = none, jnp.zeros(rows, jnp.float32), jnp.zeros((rows, width), jnp.float32)
+    m, total, o = its.span.over(step, start)
     divisor = jnp.where(total == 0, 1, total)
     o, lse = o * (1 / divisor)[:, None], m * LN_2 + jnp.log(divisor)
-    if valid is not None:
-        o, lse = jnp.where(valid, o, jnp.nan), jnp.where(valid, lse, jnp.nan)
-    at = (sequence, head) if parts == 1 else (part, sequence, head)
-    put(o_ref, at, rows.index, o)
-    put_numbers(lse_ref, at, rows.index, lse)
+    if leaks:
+        # To mend it in this kernel would take registers from the loop: it took four times as long.
+        spoiled = jnp.max(jnp.max(jnp.where(is_finite(o), 0, 1), axis=1), axis=0)
+        spoiled_ref[(*its.at, program_id(0))] = spoiled
+    if its.valid is not None:
+        o, lse = jnp.where(its.valid, o, jnp.nan), jnp.where(its.valid, lse, jnp.nan)
+    put(o_ref, its.at, its.rows.index, o)
+    put_numbers(lse_ref, its.at, its.rows.index, lse)
+
+
+def mend_kernel(*refs: Any, width: int, **task: Any) -> None:
+    """Where something came out as NaN or infinite: again, and no hidden value touches a row."""
+    *operands, _, lse_ref, spoiled_ref, o_ref = refs
+    its = Task.of(operands, **task)
+
+    def mend() -> None:
+        level = base_of(numbers(lse_ref, its.at, its.rows.index, jnp.inf))[:, None]
+
+        def over(j: Any, o: jax.Array) -> jax.Array:
+            x, v = its.met(j, True)
+            return o + weigh_seen(x.weights(level), v, x.seen)
+
+        start = jnp.zeros((task["tile"].rows, width), jnp.float32)
+        put(
+            o_ref, its.at, its.rows.index, lax.fori_loop(its.span.first, its.span.last, over, start)
+        )
+
+    lax.cond(spoiled_ref[(*its.at, program_id(0))] > 0, mend, lambda: None)
 
 
 def attend(
@@ -446,18 +468,26 @@ def attend(
         sizes = sizes._replace(hk=k.shape[2], sk=table.shape[1] * k.shape[1])
     lead = () if parts == 1 else (parts,)
     of_rows = (*lead, sizes.b, sizes.heads, sizes.rows)
-    o, lse = launch(
-        functools.partial(attend_kernel, sizes=sizes, tile=tile, rules=rules, parts=parts),
-        "attention",
-        out=(
-            like(q, (*of_rows, v.shape[-1]), q.dtype if parts == 1 else jnp.float32),
-            like(q, of_rows, jnp.float32),
-        ),
-        grid=(cdiv(sizes.rows, tile.rows), sizes.heads, sizes.b * parts),
-        warps=tile.warps,
-        stages=tile.stages,
-        interpret=interpret,
-    )(sizes.by_rows(q), k, v, slopes, lengths, table)
+    n = cdiv(sizes.rows, tile.rows)
+    leaks = rules.left is not None or rules.right is not None
+    results = (
+        like(q, (*of_rows, v.shape[-1]), q.dtype if parts == 1 else jnp.float32),
+        like(q, of_rows, jnp.float32),
+        like(q, (*of_rows[:-1], n), jnp.int32) if leaks else None,
+    )
+    width = power_of_two(max(v.shape[-1], LEAST_WIDTH))
+    task = {"sizes": sizes, "tile": tile, "rules": rules, "parts": parts, "width": width}
+    how: dict[str, Any] = {"grid": (n, sizes.heads, sizes.b * parts), "warps": tile.warps}
+    how |= {"stages": tile.stages, "interpret": interpret}
+    operands = (sizes.by_rows(q), k, v, slopes, lengths, table)
+    run = functools.partial(attend_kernel, **task, leaks=leaks)
+    o, lse, spoiled = launch(run, "attention", out=results, **how)(*operands)
+    if leaks:
+        run = functools.partial(mend_kernel, **task)
+        place = sum(x is not None for x in operands)
+        o = launch(run, "attention_mend", out=results[0], aliases={place: 0}, **how)(
+            *operands, o, lse, spoiled
+        )
     if parts > 1:
         o, lse = combined(o, lse)
     return o.reshape(*q.shape[:3], -1).astype(q.dtype), lse.reshape(q.shape[:3])
@@ -525,7 +555,7 @@ def key_gradients_kernel(
                 q, g = finite(q), jnp.where((lse == -jnp.inf)[:, None], jnp.zeros_like(g), g)
                 p = jnp.where(x.seen, p, 0)
             ds = p * (dot_turned(v, g) - delta[None, :])
-            ds = bent(ds, x)
+            ds = bent(ds if x.seen is None else jnp.where(x.seen, ds, 0), x)
             return dk + dot(ds.astype(q.dtype), q), dv + dot(p.astype(g.dtype), g)
 
         return over

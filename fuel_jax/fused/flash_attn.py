@@ -14,7 +14,12 @@ from ..numerics import wide
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
 from ..types import Array, Floats, Indices, Wide
-from . import _attention as maths, _attention_chunked as chunked, _attention_written as written
+from . import (
+    _attention as maths,
+    _attention_chunked as chunked,
+    _attention_triton as triton,
+    _attention_written as written,
+)
 from ._attention import Places, Rules
 
 PRECISION = Precision(float32=5e-6)
@@ -395,6 +400,8 @@ def by_flash_attn(i: int):
     return run
 
 
+flash_attn.kernel("triton", platforms=("cuda",), refuses=triton.refuses)(triton.forward)
+flash_attn_backward.kernel("triton", platforms=("cuda",), refuses=triton.refuses)(triton.backward)
 # On the CPU chunks pay sooner, but not in the gradient: at [8, 256, 64] they take 1.25 of the time.
 flash_attn.kernel(
     "chunked_cpu",

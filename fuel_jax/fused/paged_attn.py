@@ -18,7 +18,7 @@ from ..numerics import wide, zeros
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
 from ..types import Array, Floats, Indices
-from . import _attention as maths
+from . import _attention as maths, _attention_triton as triton
 from ._attention import Places, Rules
 
 STEP = 512  # tokens of a sequence that the kernel reads at a time
@@ -99,6 +99,7 @@ def read(cache: Array, ids: Array) -> Array:
     precision=Precision(float32=5e-6),
     backward="none",
     outputs=("o",),
+    splits="b hk r h=hk*r",
     rejects=rejects,
     expects=expects,
     matchable=False,
@@ -179,6 +180,9 @@ def refuses(q, k_cache, v_cache, block_table, *rest, **params) -> str | None:
     """Nothing to step over."""
     empty = 0 in (*k_cache.shape, *v_cache.shape, *block_table.shape, *q.shape)
     return "an operand is empty" if empty else None
+
+
+paged_attn.kernel("triton", platforms=("cuda",), refuses=triton.refuses_paged)(triton.paged)
 
 
 @paged_attn.kernel("stepwise", refuses=refuses, declines=declines)

@@ -1,0 +1,109 @@
+"""The attention kernels for GPUs with the ops' signatures, and where they serve.
+
+Which tile, and where another form is as fast, was measured on an H200; docs/performance has the
+numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels import attention as kernels
+from pallas_kernels._launch import GRID, cdiv, power_of_two, unavailable
+from pallas_kernels.attention import Tile
+
+from ..types import Array
+from . import _attention as maths
+
+WIDEST = 256  # of a head
+TOGETHER = 64  # rows of a group's heads that one program takes at once, at most
+PROGRAMS = 264  # two on each of 132 multiprocessors
+PART = 256  # keys that are worth a program of their own
+
+
+def refuses(q, k, v, *operands, **params) -> str | None:
+    """What the kernels cannot do."""
+    if q.dtype.itemsize != 2:
+        return f"{q.dtype.name} is left to XLA; tensor cores take halves"
+    if max(q.shape[-1], v.shape[-1]) > WIDEST:
+        return f"heads wider than {WIDEST} do not fit on the chip"
+    if max(q.shape[1], q.shape[0] * PROGRAMS) > GRID:
+        return f"{q.shape[0]} sequences of {q.shape[1]} heads are more than a grid has"
+    return unavailable(q, k, v)
+
+
+def refuses_paged(q, k_cache, v_cache, *operands, **params) -> str | None:
+    """The same, for keys in pages."""
+    return refuses(q, k_cache, v_cache)
+
+
+def rules_of(q, sk, *, softmax_scale, softcap, **windows) -> kernels.Rules:
+    """What a row sees of ``sk`` keys."""
+    rules = maths.Rules.of(q.shape[2], sk, softcap=softcap, **windows)
+    return kernels.Rules(maths.scale_of(q, softmax_scale), rules.left, rules.right, softcap)
+
+
+def lengths_of(k_len: Any, b: int, sk: int) -> Array | None:
+    """Keys in use, ``[b]``; −1 where there is no such number of keys."""
+    length, valid = maths.keys_in_use(k_len, sk)
+    return None if length is None else jnp.broadcast_to(jnp.where(valid, length, -1), (b,))
+
+
+def forward_plan(b: int, h: int, hk: int, sq: int, sk: int, width: int) -> dict[str, Any]:
+    """Tile, whether a group's heads share a program, and how many programs share the keys."""
+    rows = sq * (h // hk)
+    packed = rows <= TOGETHER
+    if packed:
+        tile = Tile(power_of_two(max(rows, 16)), 64, 4, 3)
+    else:
+        tile = Tile(128, 64, 4, 2) if width <= 128 else Tile(64, 64, 4, 2)
+    programs = b * (hk if packed else h * cdiv(sq, tile.rows))
+    parts = min(max(1, PROGRAMS // programs), cdiv(sk, PART))
+    return {"tile": tile, "packed": packed, "parts": parts}
+
+
+def forward(q, k, v, alibi, k_len, *, return_lse, interpret=False, **params):
+    """``flash_attn``."""
+    (b, h, sq, d), (_, hk, sk, dv) = q.shape, v.shape
+    o, lse = kernels.attend(
+        *(q, k, v, alibi, lengths_of(k_len, b, sk)),
+        rules=rules_of(q, sk, **params),
+        **forward_plan(b, h, hk, sq, sk, max(d, dv)),
+        interpret=interpret,
+    )
+    return (o, lse) if return_lse else o
+
+
+def backward(q, k, v, o, lse, do, dlse, alibi, k_len, *, interpret=False, **params):
+    """``flash_attn_backward``."""
+    b, (sk, dv) = len(q), v.shape[2:]
+    wide = max(q.shape[-1], dv) > 128
+    dq, dk, dv, dslopes = kernels.gradients(
+        *(q, k, v, o, lse, do, dlse, alibi, lengths_of(k_len, b, sk)),
+        rules=rules_of(q, sk, **params),
+        of_keys=Tile(32, 64, 8, 2) if wide else Tile(64, 64, 4, 2),
+        of_queries=Tile(64, 32, 8, 2) if wide else Tile(128, 64, 8, 3),
+        interpret=interpret,
+    )
+    return dq, dk, dv, None if dslopes is None else dslopes.sum((0, 2)).astype(alibi.dtype)
+
+
+def paged(
+    q, k_cache, v_cache, block_table, context_lens, alibi, *, block_size, interpret=False, **params
+):
+    """``paged_attn``."""
+    from .paged_attn import Pages  # which registers this
+
+    (b, h, sq, d), (n, size, hk, dv), m = q.shape, v_cache.shape, block_table.shape[1]
+    pages = Pages.of(n, size, block_table, context_lens)
+    every = {"causal": True, "window_size_left": None, "window_size_right": None}
+    o, _ = kernels.attend(
+        *(q, k_cache, v_cache, alibi, jnp.where(pages.valid, pages.lengths, -1)),
+        rules=rules_of(q, m * size, **params, **every),
+        table=pages.ids,
+        **forward_plan(b, h, hk, sq, m * size, max(d, dv)),
+        interpret=interpret,
+    )
+    return o
