@@ -3,6 +3,7 @@
 Formats of 32 weights: two blocks are an odd number of words.  Words are taken as they come, with
 activations of 0 where a word holds no code, and a product with ones sums those of a block.
 Formats of 256 weights: 8 words side by side hold two groups; codes are scaled, then summed.
+Two blocks of Q6K are an odd number of words, too; the second's are put together from halves.
 """
 
 import functools
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ..numerics import product_precision
 from ..types import Array
@@ -24,7 +26,9 @@ def refuses(x, words, *, quant_type, k, n) -> str | None:
         return "it sums in float32"
     if quant_type not in FORMATS:
         return f"it does not read {quant_type}"
-    return None if k and n and k % 64 == 0 else "its rows are not whole words"
+    return (
+        None if k and n and k % WHOLE.get(quant_type, 64) == 0 else "its rows are not whole words"
+    )
 
 
 def declines(x, words, *, quant_type, k, n) -> str | None:
@@ -127,11 +131,49 @@ def in_super_blocks(size: int, code: Callable[..., Array]) -> Callable[[Array, A
     return one
 
 
+# -- 256 weights: q[128] fifth and sixth bits[64] scales[16] d[2] --------------------------------
+
+
+def part_of_pair(words: Array, block: int, start: int, count: int) -> Array:
+    """Words of a block, of ``[..., 105]`` that hold two: the second begins in the middle of one."""
+    if block == 0:
+        return words[..., start : start + count]
+    first, then = (words[..., 52 + start + i : 52 + start + i + count] for i in (0, 1))
+    return first >> jnp.uint32(16) | then << jnp.uint32(16)
+
+
+def six_bit_codes(v: Array, words: Array) -> Array:
+    """Groups of 16, half of 8 words: each half of those has a scale of its own."""
+    pairs = words.reshape(len(words), -1, 105)
+    x = v.reshape(pairs.shape[1], 2, 2, 4, 8, 4)  # pair, block, half, run of 32, word, byte
+    x = materialised(x.transpose(1, 2, 3, 5, 0, 4))
+    first = lax.iota(jnp.int32, 8) < 4
+    sums = []
+    for block in range(2):
+        part = functools.partial(part_of_pair, pairs, block)
+        scales, lanes = part(48, 4), []
+        for at, run in np.ndindex(2, 4):
+            low, high = part(16 * at + 8 * (run % 2), 8), part(32 + 8 * at, 8)
+            fours = (field(low, 8 * i + 4 * (run // 2)) for i in range(4))
+            twos = (field(high, 8 * i + 2 * run, 2) << jnp.uint32(4) for i in range(4))
+            codes = (((a | b).astype(jnp.int32) - 32) for a, b in zip(fours, twos, strict=True))
+            dots = total(c.astype(jnp.float32) * x[block, at, run, i] for i, c in enumerate(codes))
+            word, byte = 2 * at + run // 2, run % 2 * 16
+            one, other = (signed_field(scales[..., word], byte + i, 8) for i in (0, 8))
+            lanes.append(dots * jnp.where(first, one[..., None], other[..., None]))
+        d = half(pairs[..., 52] if block == 0 else pairs[..., 104] >> jnp.uint32(16))
+        sums.append(materialised(total(lanes) * d[..., None]).sum((-1, -2)))
+    return total(sums)
+
+
+WHOLE = {"Q6K": 512, "Q6_K": 512}  # weights that fill whole words, where it is not 64
 PAIRS = {"Q4_0": 3, "Q8_0": 1}  # up to how many rows of activations it was faster
 FORMATS: dict[str, Any] = {
     "Q4_0": in_pairs(4, 0x88888888),
     "Q8_0": in_pairs(8, 0),
     "Q4K": in_super_blocks(36, nibbles),
     "Q5K": in_super_blocks(44, with_fifth),
+    "Q6K": six_bit_codes,
 }
 FORMATS |= {"Q4_K": FORMATS["Q4K"], "Q4_K_M": FORMATS["Q4K"], "Q5_K": FORMATS["Q5K"]}
+FORMATS["Q6_K"] = FORMATS["Q6K"]

@@ -269,7 +269,10 @@ def test_blocks_of_rows_give_the_same(quant_type, k, draw):
 
 @pytest.mark.parametrize(
     ("quant_type", "k"),
-    [*((q, k) for q in ("Q4_0", "Q8_0") for k in (64, 192, 512)), ("Q4K", 768), ("Q5K", 512)],
+    [
+        *((q, k) for q in ("Q4_0", "Q8_0") for k in (64, 192, 512)),
+        *(("Q4K", 768), ("Q5K", 512), ("Q6K", 512), ("Q6K", 1536)),
+    ],
 )
 def test_word_by_word_against_float64(quant_type, k, draw, monkeypatch):
     """Pairs of blocks by eights and one by one; parts of the rows, the last one shorter."""
@@ -283,7 +286,7 @@ def test_word_by_word_against_float64(quant_type, k, draw, monkeypatch):
         near(qmatmul.using("lanes")(a, stream, **given), np.asarray(a, np.float64) @ w.T)
 
 
-@pytest.mark.parametrize("quant_type", ["Q4_0", "Q8_0", "Q4K", "Q5K"])
+@pytest.mark.parametrize("quant_type", ["Q4_0", "Q8_0", "Q4K", "Q5K", "Q6K"])
 def test_word_by_word_infinite_activations_are_those_of_the_weight(quant_type):
     """Not NaN, where parts of a weight are multiplied apart."""
     k, n = 512, 8
