@@ -149,7 +149,7 @@ class Op(Generic[P, R]):
         expects: Callable[..., Any] = never,
         adapt: Callable[..., tuple[Sequence[Any], dict[str, Any]]] | None = None,
         destructive_input: int | None = None,
-        splits: str = "",
+        splits: str | Callable[..., Rule] = "",
         examples: Examples = lambda: (),
     ) -> None:
         """Declare an op.
@@ -169,7 +169,7 @@ class Op(Generic[P, R]):
             destructive_input: position of the operand whose buffer an eager call gives up.
             splits: axes of the operands' annotations that may be split over devices, each part
                 computed alone; ``h=hk*r`` says that h is (hk, r).  A result that lacks such an
-                axis is a sum over it.
+                axis is a sum over it.  Or the rule itself, of parameters, operands and results.
             examples: shapes and parameters that tests, benchmarks, tuning and docs share.  Every
                 argument of the body by name; abstract arrays and float arrays stand for data of
                 any float dtype, other arrays for themselves.
@@ -257,6 +257,8 @@ class Op(Generic[P, R]):
 
     def sharding(self, params: dict[str, Any], arrays: Sequence[Any], outputs: Any) -> Rule:
         """Which axes of operands and results belong together, and which may be split."""
+        if callable(self.splits):
+            return self.splits(params, arrays, as_tuple(outputs))
         names = self._present(params)
         return rule_of(self.signature, self.splits, names, arrays, as_tuple(outputs))
 

@@ -179,6 +179,24 @@ def rule_of(
     return Rule(operands, tuple(found), frozenset(splittable), ordered)
 
 
+def along(parameter: str) -> Callable[..., Rule]:
+    """The rule of an op along one axis, or several, of its only operand: the others may be split.
+
+    Its result has them in the same order, all axes or those left.
+    """
+
+    def rule(params: dict[str, Any], arrays: Sequence[Any], results: Sequence[Any]) -> Rule:
+        (x,), (y,), dims = arrays, results, params[parameter]
+        taken = {d % x.ndim for d in ((dims,) if isinstance(dims, int) else dims)}
+        axes = [(f"shape_{i}",) for i in range(x.ndim)]
+        left = [axis for i, axis in enumerate(axes) if y.ndim == x.ndim or i not in taken]
+        free = frozenset(axes[i][0] for i in range(x.ndim) if i not in taken)
+        sizes = tuple((axes[i][0], x.shape[i]) for i in range(x.ndim))
+        return Rule((tuple(axes),), (tuple(left),), free, sizes)
+
+    return rule
+
+
 def written_results(note: Any) -> list[str | None]:
     """The axes of each result, as far as the annotation of ``return`` says them."""
     notes = typing.get_args(note) if typing.get_origin(note) is tuple else (note,)

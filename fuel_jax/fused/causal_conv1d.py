@@ -42,6 +42,7 @@ def rejects(x, weight, bias, **_) -> str | None:
     OpKind.CausalConv1d,
     id=FusedOps.CAUSAL_CONV1D,
     family="Forward",
+    splits="batch c",
     precision=Precision(float32=2e-6),
     rejects=rejects,
     matchable=False,

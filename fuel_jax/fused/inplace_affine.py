@@ -11,6 +11,7 @@ from ..types import Array, Numbers
     OpKind.InplaceAffine,
     id=FusedOps.INPLACE_AFFINE,
     family="Forward",
+    splits="*shape",
     precision=Precision(float32=2e-6),
     destructive_input=0,
     matchable=False,

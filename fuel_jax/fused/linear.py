@@ -31,6 +31,7 @@ def backward_examples():
     family="Backward",
     precision=PRECISION,
     outputs=("da", "db", "dbias"),
+    splits="*batch m n",
     matchable=False,
     examples=backward_examples,
 )
@@ -68,6 +69,7 @@ def fused_linear_backward(
     family="Forward",
     precision=PRECISION,
     backward=fused_linear_backward,
+    splits="*batch m n",
     examples=examples,
 )
 def fused_linear(

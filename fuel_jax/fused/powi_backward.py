@@ -31,6 +31,7 @@ def rejects(x, upstream, *, exp) -> str | None:
     family="Backward",
     precision=Precision(float32=2e-6),
     outputs=("dx",),
+    splits="*shape",
     matchable=False,
     rejects=rejects,
     examples=examples,

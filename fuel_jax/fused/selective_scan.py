@@ -76,6 +76,7 @@ def total(products: str, x: Array, y: Array) -> Array:
     family="Backward",
     precision=PRECISION,
     outputs=("du", "ddelta", "da", "db", "dc", "dinitial_state"),
+    splits="batch d",
     matchable=False,
 )
 def selective_scan_backward(
@@ -166,6 +167,7 @@ def selective_scan_backward(
     precision=PRECISION,
     backward=selective_scan_backward,
     outputs=("y", "last_state"),
+    splits="batch d",
     rejects=rejects,
     matchable=False,
     examples=examples,

@@ -158,6 +158,7 @@ def state_by_head(h: Array) -> Array:
     family="Backward",
     precision=PRECISION,
     outputs=("dx", "ddt", "da", "db", "dc", "dinitial_state"),
+    splits="batch g r h=g*r",
     matchable=False,
 )
 def ssd_chunk_scan_backward(
@@ -222,6 +223,7 @@ def ssd_chunk_scan_backward(
     precision=PRECISION,
     backward=ssd_chunk_scan_backward,
     outputs=("y", "last_state"),
+    splits="batch g r h=g*r",
     rejects=rejects,
     matchable=False,
     examples=examples,

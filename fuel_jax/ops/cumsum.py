@@ -8,6 +8,7 @@ from jax import lax
 
 from pallas_kernels import cumsum as kernels
 
+from .._sharding import along
 from ..numerics import is_float, lifted, zeros
 from ..op_kind import OpKind
 from ..registry import op
@@ -16,7 +17,13 @@ from ._running import LANES, running_sum
 from .reduce import PRECISION, arg_examples, dim_rejects
 
 
-@op(OpKind.CumSum, precision=PRECISION, rejects=dim_rejects, examples=arg_examples)
+@op(
+    OpKind.CumSum,
+    precision=PRECISION,
+    rejects=dim_rejects,
+    splits=along("dim"),
+    examples=arg_examples,
+)
 def cumsum(x: Numbers[Array, "*shape"], *, dim: int) -> Array:
     """Running sum along an axis, inclusive:  yᵢ = Σⱼ≤ᵢ xⱼ.
 

@@ -13,6 +13,7 @@ from jax import lax
 from pallas_kernels import arg_extreme
 
 from .._op import Precision
+from .._sharding import along
 from ..numerics import lifted, wide
 from ..op_kind import OpKind
 from ..registry import op
@@ -316,7 +317,13 @@ def reduce_max_to(x: Numbers[Array, "*shape"], *, shape: Shape) -> Array:
 # -- arg-reductions ------------------------------------------------------------------------
 
 
-@op(OpKind.ArgMaxDim, precision=PRECISION, rejects=arg_rejects, examples=arg_examples)
+@op(
+    OpKind.ArgMaxDim,
+    precision=PRECISION,
+    rejects=arg_rejects,
+    splits=along("dim"),
+    examples=arg_examples,
+)
 def argmax_dim(x: Numbers[Array, "*shape"], *, dim: int) -> Array:
     """Index of the largest element along an axis: of the first NaN, else of the first to tie.
 
@@ -335,7 +342,13 @@ def argmax_dim(x: Numbers[Array, "*shape"], *, dim: int) -> Array:
     return position(x, dim % x.ndim, True)
 
 
-@op(OpKind.ArgMinDim, precision=PRECISION, rejects=arg_rejects, examples=arg_examples)
+@op(
+    OpKind.ArgMinDim,
+    precision=PRECISION,
+    rejects=arg_rejects,
+    splits=along("dim"),
+    examples=arg_examples,
+)
 def argmin_dim(x: Numbers[Array, "*shape"], *, dim: int) -> Array:
     """Index of the smallest element along an axis: of the first NaN, else of the first to tie.
 
