@@ -53,7 +53,10 @@ class TestList:
             main(["--help"])
         assert stopped.value.code == 0
         said = capsys.readouterr().out
-        assert all(f"fuel_jax {name}" in said for name in ("check", "profile", "env", "table"))
+        assert all(
+            f"fuel_jax {name}" in said
+            for name in ("check", "profile", "report", "compare", "env", "table")
+        )
 
 
 class TestPage:

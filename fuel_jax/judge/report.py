@@ -29,6 +29,7 @@ from ..errors import FileError
 
 MAJOR, MINOR = 1, 0
 MOST_BYTES = 64 * 2**20  # of a file: some hundred thousand entries
+DEEPEST = 40  # of what is nested in it: a report has 6 levels
 NAME = re.compile(r"[A-Za-z_][\w.-]{0,99}")
 OPERAND = re.compile(r"([a-z]\w{1,20})\[((?:\d{1,15}(?:,\d{1,15}){0,15})?)\]")
 SAME = ("platform", "device", "processor", "jax")  # what a machine must share to go on with a file
@@ -213,12 +214,20 @@ def parsed(path: str | os.PathLike[str]) -> dict[str, Any]:
             pathlib.Path(path).read_bytes(), parse_constant=finite, parse_float=finite
         )
     except RecursionError:
-        raise damaged(path, "it is nested too deeply") from None
+        document = None
     except ValueError as error:  # not JSON, not UTF-8, or a number of absurd length
         raise damaged(path, str(error)[:200]) from None
+    if document is None or is_deep(document):
+        raise damaged(path, "it is nested too deeply, or null")
     if not isinstance(document, dict):
         raise damaged(path, f"it holds a {type(document).__name__}, wanted an object")
     return document
+
+
+def is_deep(value: Any, left: int = DEEPEST) -> bool:
+    """Whether more levels are nested in it than are left."""
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return not left or any(is_deep(v, left - 1) for v in held)
 
 
 def damaged(path: Any, why: str) -> FileError:

@@ -289,6 +289,20 @@ class TestProcess:
         assert "report of" not in call()
         assert judge.cached() is None
 
+    def test_compiled_programs_follow(self, op, tmp_path):
+        model = jax.jit(lambda x: op(x) - x)
+        assert int(model(X)[0]) == 2
+        report_of({"second": 5.0, "third": 1.0}, machine=machines.machine()).save(
+            judge.default_path()
+        )
+        assert judge.cached() is not None
+        assert int(model(X)[0]) == 3
+        with judge.by_report(report_of({"second": 5.0, "xla": 1.0})):
+            assert int(model(X)[0]) == 0
+        judge.invalidate()
+        assert int(model(X)[0]) == 2
+        assert not judge.default_path().exists()
+
     def test_the_report_of_another_machine_is_not_used_and_not_overwritten(self, tmp_path):
         path = tmp_path / "other.json"
         report_of({"second": 1.0}).save(path)

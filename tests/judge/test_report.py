@@ -168,6 +168,8 @@ class TestDamaged:
             (b'{"version": "1.0", "x": 1e999}', "not a number"),
             (b'{"version": ' + b"9" * 5000 + b"}", "digits"),
             (b"[" * 200_000, "nested"),
+            (b'{"version": "1.0", "x": ' + b"[" * 50 + b"]" * 50 + b"}", "nested"),
+            (b"null", "null"),
         ],
         ids=lambda x: str(x)[:30],
     )

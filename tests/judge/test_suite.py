@@ -140,6 +140,27 @@ class TestMeasured:
         assert entry.kernels["xla"].error <= 1
 
 
+class TestDeviceTime:
+    """On a GPU a profiler tells; where it sees one program and not another, nobody is asked."""
+
+    @pytest.fixture
+    def gpu(self, monkeypatch):
+        monkeypatch.setattr(suite._check, "platform_here", lambda: "cuda")
+        return op_of(("other", lambda x: x + x))
+
+    def test_is_the_time(self, gpu, tmp_path, monkeypatch):
+        monkeypatch.setattr(suite, "in_kernels", lambda burst, launches: 0.25)
+        entry = entry_of(gpu, tmp_path / "r.json")
+        assert {t.us for t in entry.kernels.values()} == {0.25}
+        assert all(t.most_us > 0.25 for t in entry.kernels.values())
+
+    def test_of_all_or_of_none(self, gpu, tmp_path, monkeypatch):
+        seen = iter([0.25, None])
+        monkeypatch.setattr(suite, "in_kernels", lambda burst, launches: next(seen))
+        entry = entry_of(gpu, tmp_path / "r.json")
+        assert all(t.us > 0.25 for t in entry.kernels.values())
+
+
 class TestGoingOn:
     def test_what_is_there_is_not_measured_again(self, tmp_path):
         report, op = ProfileReport(MACHINE), op_of(("other", lambda x: x + x))
