@@ -61,10 +61,10 @@ class Linear:
 
     def rows(self, ids: Array) -> Array:
         """Rows ``ids`` of W, as an embedding: ``[*ids, k]``."""
+        (w,) = self.operands
         if self.product is qmatmul:
             layout = dict(self.params)
-            return take_rows(*self.operands, ids, quant_type=layout["quant_type"], k=layout["k"])
-        (w,) = self.operands
+            return take_rows(w, ids, quant_type=layout["quant_type"], k=layout["k"])
         rows = index_select(w, ids.reshape(-1), dim=0).astype(jnp.float32)
         return rows.reshape(*ids.shape, -1)
 
