@@ -306,7 +306,7 @@ def by_partitioner(
     run: Callable[..., list[Any]], part: Callable[..., list[Any]], rule: Rule
 ) -> Callable[..., list[Any]]:
     """Where XLA decides how arrays are laid out: the partitioner asks for the part's program."""
-    call = custom_partitioning(run)
+    call = custom_partitioning(jax.jit(run))  # which keeps the constants that ``run`` holds
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         specs = [x.sharding.spec for x in (*operands, *results)]
