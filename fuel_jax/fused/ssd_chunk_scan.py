@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import ssd as kernels
+
 from .._op import Precision
 from ..numerics import product_precision, uncontracted, wide, zeros
 from ..op_kind import FusedOps, OpKind
@@ -271,3 +273,11 @@ def ssd_chunk_scan(
         chunks(x, dt, b, c, chunk_size),
     )
     return along_sequence(y, 2).reshape(x.shape).astype(x.dtype), state_by_head(last)
+
+
+# -- on NVIDIA GPUs ------------------------------------------------------------------------
+
+ssd_chunk_scan.kernel("triton", platforms=("cuda",), refuses=kernels.refuses)(kernels.scan)
+ssd_chunk_scan_backward.kernel("triton", platforms=("cuda",), refuses=kernels.refuses_gradient)(
+    kernels.gradient
+)
