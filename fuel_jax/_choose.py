@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
+from ._notebook import html_table
 from .errors import UnsupportedKernel
 
 Reason = Callable[..., str | None]
@@ -85,11 +86,41 @@ class Choice:
     why_not: str | None = None
     measured: str | None = None  # what measurements say of it, where they decided
 
-    def __str__(self) -> str:
+    @property
+    def says(self) -> str:
+        """Where it serves, or why nowhere."""
         where = ", ".join("every platform left" if p == "default" else p for p in self.serves)
         where = "every platform" if self.serves == ("default",) else where
         serves = "; ".join([f"serves {where}", *([self.measured] if self.measured else [])])
-        return f"{self.kernel.name:<10} {serves if where else self.why_not}"
+        return serves if where else str(self.why_not)
+
+    def __str__(self) -> str:
+        return f"{self.kernel.name:<10} {self.says}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which implementation runs forward and backward, and why the others do not."""
+
+    op: str
+    forward: list[Choice]
+    backward: list[Choice] | str
+
+    def __str__(self) -> str:
+        back = [self.backward] if isinstance(self.backward, str) else map(str, self.backward)
+        lines = [f"forward   {c}" for c in self.forward] + [f"backward  {c}" for c in back]
+        return "\n".join([self.op, *(f"  {line}" for line in lines)])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        back = [self.backward] if isinstance(self.backward, str) else self.backward
+        told = [("forward", choice) for choice in self.forward]
+        told += [("backward", choice) for choice in back]
+        rows = [
+            (way, "", c) if isinstance(c, str) else (way, c.kernel.name, c.says) for way, c in told
+        ]
+        return html_table(self.op, rows)
 
 
 class Verdict(NamedTuple):

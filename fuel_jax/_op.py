@@ -19,6 +19,7 @@ runs once per signature, when traced.
 from __future__ import annotations
 
 import functools
+import html
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -33,6 +34,7 @@ from jax.core import Tracer
 from ._choose import (
     PIN,
     Choice,
+    Explanation,
     Kernel,
     KernelCaps,
     Reason,
@@ -89,22 +91,6 @@ class OutputView:
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Which implementation runs forward and backward, and why the others do not."""
-
-    op: str
-    forward: list[Choice]
-    backward: list[Choice] | str
-
-    def __str__(self) -> str:
-        back = [self.backward] if isinstance(self.backward, str) else map(str, self.backward)
-        lines = [f"forward   {c}" for c in self.forward] + [f"backward  {c}" for c in back]
-        return "\n".join([self.op, *(f"  {line}" for line in lines)])
-
-    __repr__ = __str__
 
 
 class Call(NamedTuple):
@@ -377,7 +363,7 @@ class Op(Generic[P, R]):
 
     def _repr_html_(self) -> str:
         doc = inspect.cleandoc(self.__doc__ or "").partition("\n")[0]
-        return f"<code>{self.usage()}</code><br>{doc}"
+        return f"<code>{html.escape(self.usage())}</code><br>{html.escape(doc)}"
 
     def __reduce__(self) -> str:
         return self.__qualname__  # pickled and copied by name, as functions are

@@ -2,23 +2,52 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 from ._choose import PIN
 from ._fused import FusedOp
+from ._notebook import html_table
 from ._op import Op, P, R
 from .errors import ArgumentError, UnsupportedKernel
 from .op_kind import FusedOps, OpKind, unknown
+
+K = TypeVar("K")
+V = TypeVar("V", bound=Any)
 
 _OPS: dict[OpKind, Any] = dict.fromkeys(OpKind)  # in the vocabulary's order, filled on import
 _FUSED: dict[int, Any] = dict.fromkeys(FusedOps)
 _RUNTIME: dict[str, FusedOp] = {}  # what users registered, by every name they gave it (runtime.py)
 
-OPS: Mapping[OpKind, Op] = types.MappingProxyType(_OPS)
-FUSED: Mapping[int, FusedOp] = types.MappingProxyType(_FUSED)
+
+class View(Mapping[K, V]):
+    """A table to be read: one row per entry in a terminal and in a notebook."""
+
+    def __init__(self, name: str, held: Mapping[K, V]) -> None:
+        self._name, self._held = name, held
+
+    def __getitem__(self, key: K) -> V:
+        return self._held[key]
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def _rows(self) -> list[tuple[str, str]]:
+        return [(str(getattr(k, "name", k)), op.usage()) for k, op in self.items() if op]
+
+    def __repr__(self) -> str:
+        return "\n".join([self._name, *(f"  {key:<28} {usage}" for key, usage in self._rows())])
+
+    def _repr_html_(self) -> str:
+        return html_table(self._name, self._rows())
+
+
+OPS: Mapping[OpKind, Op] = View("OPS, by kind", _OPS)
+FUSED: Mapping[int, FusedOp] = View("FUSED, by id", _FUSED)
 
 
 def op(kind: OpKind, **contract: Any) -> Callable[[Callable[P, R]], Op[P, R]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 from typing import Any
 
+from .._notebook import html_table
 from .rewriting import Miss, Plan
 from .sites import Site
 
@@ -60,7 +60,8 @@ class Report:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        row = lambda *cells: f"<tr>{''.join(f'<td>{html.escape(str(c))}</td>' for c in cells)}</tr>"
-        rows = [row(r.where, r.op, r, f"for {r.equations} equations") for r in self.replaced]
-        rows += [row(m.where, m.op, "not replaced", m.reason) for m in self.missed]
-        return f"<b>fuse({html.escape(self.name)})</b><table>{''.join(rows)}</table>"
+        rows: list[Any] = [
+            (r.where, r.op, r, f"for {r.equations} equations") for r in self.replaced
+        ]
+        rows += [(m.where, m.op, "not replaced", m.reason) for m in self.missed]
+        return html_table(f"fuse({self.name})", rows)
