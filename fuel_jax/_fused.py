@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from ._choose import PIN, Choice, decide
@@ -259,6 +260,8 @@ def materialise(ct: Any) -> Any:
     if not isinstance(ct, SymbolicZero):
         return ct
     aval: Any = ct.aval
+    if axes := tuple(aval.manual_axis_type.varying):  # zeros_like refuses those
+        return lax.pcast(jnp.zeros(aval.shape, aval.dtype), axes, to="varying")
     return jnp.zeros_like(aval)
 
 
