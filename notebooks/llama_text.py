@@ -112,15 +112,15 @@ def sentence_pieces(path: Path, metadata: dict[str, Any]) -> Tokenizer:
 
 def byte_pairs(path: Path, metadata: dict[str, Any]) -> Tokenizer:
     """Llama 3's: byte pairs, by the ``tokenizers`` package."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-
     cut = metadata.get("tokenizer.ggml.pre")
     if cut not in CUTS:
         raise FileError(
             f"{path}: 'tokenizer.ggml.pre' is {cut!r}; known is {', '.join(CUTS)}. "
             f"Give the prompt as numbers, with --tokens."
         )
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
     tokens = entries(path, metadata, "tokens", str)
     kinds = entries(path, metadata, "token_type", int, len(tokens))
     merges = [tuple(pair.split(" ", 1)) for pair in entries(path, metadata, "merges", str)]
