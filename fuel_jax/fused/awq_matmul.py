@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import quantised, quantised_matmul as kernels
+
 from .._op import Precision
 from ..numerics import wide
 from ..op_kind import FusedOps
@@ -249,3 +251,27 @@ def awq_matmul_backward_blocked(upstream, weight, zeros, scales, *, group_size, 
     rows = decoder(weight, zeros, scales, g.dtype, group_size=group_size)
     n, words = weight.shape
     return times_blocked(g, rows, n, 8 * words).astype(upstream.dtype)
+
+
+# -- on NVIDIA GPUs ------------------------------------------------------------------------
+
+
+def refuses_triton(activations, weight, zeros, scales, *, group_size, split_k_iters):
+    """Groups that are no tiles of words."""
+    return kernels.refuses(activations, weight, zeros, scales) or kernels.refuses_groups(group_size)
+
+
+def declines_triton(activations, weight, *rest, **params) -> str | None:
+    """Where XLA is as fast."""
+    return kernels.declines(activations, weight.shape[0])
+
+
+@awq_matmul.kernel("triton", platforms=("cuda",), refuses=refuses_triton, declines=declines_triton)
+def awq_matmul_by_triton(
+    activations, weight, zeros, scales, *, group_size, split_k_iters, interpret=False
+):
+    """Decoded in registers."""
+    n, words = weight.shape
+    packing = quantised.awq(words, group_size)
+    options = {"name": "awq_matmul", "interpret": interpret}
+    return kernels.product(activations, (weight, zeros, scales), n, packing, **options)

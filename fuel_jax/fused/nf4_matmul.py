@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import quantised, quantised_matmul as kernels
+
 from .._op import Precision
 from ..numerics import wide
 from ..op_kind import FusedOps, OpKind
@@ -251,3 +253,30 @@ def nf4_matmul_backward_blocked(upstream, w_packed, absmax, *, block_size, low_n
     rows = decoder(w_packed, absmax, g.dtype, low_nibble_first=low_nibble_first)
     n, half_k = w_packed.shape
     return times_blocked(g, rows, n, 2 * half_k).astype(upstream.dtype)
+
+
+# -- on NVIDIA GPUs ------------------------------------------------------------------------
+
+
+def refuses_triton(activations, w_packed, absmax, *, block_size, low_nibble_first) -> str | None:
+    """Rows that are no words, blocks that are no tiles of words."""
+    if w_packed.shape[1] % 4:
+        return f"rows of {w_packed.shape[1]} bytes are not whole words"
+    return kernels.refuses(activations, w_packed, absmax) or kernels.refuses_groups(block_size)
+
+
+def declines_triton(activations, w_packed, *rest, **params) -> str | None:
+    """Where XLA is as fast."""
+    return kernels.declines(activations, w_packed.shape[0])
+
+
+@nf4_matmul.kernel("triton", platforms=("cuda",), refuses=refuses_triton, declines=declines_triton)
+def nf4_matmul_by_triton(
+    activations, w_packed, absmax, *, block_size, low_nibble_first, interpret=False
+):
+    """Decoded in registers."""
+    n, half_k = w_packed.shape
+    words = lax.bitcast_convert_type(w_packed.reshape(n, half_k // 4, 4), jnp.uint32)
+    packing = quantised.nf4(half_k // 4, block_size, low_nibble_first, LEVELS)
+    options = {"name": "nf4_matmul", "interpret": interpret}
+    return kernels.product(activations, (words, absmax), n, packing, **options)

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import quantised, quantised_matmul as kernels
+
 from .._op import Precision
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
@@ -227,3 +229,24 @@ def qmatmul_backward_blocked(upstream, w_q_bytes, *, quant_type, k, n):
     """The weight a block of rows at a time."""
     rows = decoder(w_q_bytes, upstream.dtype, quant_type=quant_type, k=k, n=n)
     return times_blocked(upstream, rows, n, k)
+
+
+# -- on NVIDIA GPUs ------------------------------------------------------------------------
+
+
+def refuses_triton(a, w_q_bytes, *, quant_type, k, n) -> str | None:
+    """Streams whose bytes are not counted in 32 bits."""
+    return kernels.refuses(a, w_q_bytes) or kernels.refuses_bytes(w_q_bytes)
+
+
+def declines_triton(a, w_q_bytes, *, quant_type, k, n) -> str | None:
+    """Where XLA is as fast."""
+    return kernels.declines(a, n)
+
+
+@qmatmul.kernel("triton", platforms=("cuda",), refuses=refuses_triton, declines=declines_triton)
+def qmatmul_by_triton(a, w_q_bytes, *, quant_type, k, n, interpret=False):
+    """Decoded in registers."""
+    packing = quantised.GGUF[quant_type](k)
+    options = {"name": f"qmatmul_{quant_type.lower()}", "interpret": interpret}
+    return kernels.product(a, (w_q_bytes,), n, packing, **options)

@@ -1,0 +1,62 @@
+"""Products with a packed weight: which kernel serves, and what none can."""
+
+from typing import Any
+
+import jax
+
+from . import quantised_rows as few
+from ._launch import LIMIT, unavailable
+from .quantised import Packing
+
+
+def refuses(*arrays: Any) -> str | None:
+    """Why these kernels cannot serve the arrays, or None."""
+    return unavailable(*arrays)
+
+
+def refuses_groups(size: int) -> str | None:
+    """Groups that are no tiles of words."""
+    words, rest = divmod(size, 8)
+    if rest or words & (words - 1):
+        return f"groups of {size} are not a power of two of words"
+    return None
+
+
+def refuses_bytes(words: Any) -> str | None:
+    """Streams whose bytes are not counted in 32 bits."""
+    return "2³¹ bytes and more are left to XLA" if 4 * words.size >= LIMIT else None
+
+
+def rows_of(x: Any) -> int:
+    """How many rows of activations there are."""
+    return x.size // max(x.shape[-1], 1)
+
+
+def declines(x: Any, n: int) -> str | None:
+    """Where XLA is as fast."""
+    m, k = rows_of(x), x.shape[-1]
+    if n * k < SMALL:
+        return f"{n} x {k} weights are decoded as fast by XLA, in one kernel"
+    if m > few.FEW:
+        return f"{m} rows of activations; these kernels decode for {few.FEW}"
+    return None
+
+
+SMALL = 2**20  # weights
+
+
+def product(
+    x: jax.Array,
+    weight: tuple[jax.Array, ...],
+    n: int,
+    packing: Packing,
+    *,
+    name: str,
+    interpret: bool,
+) -> jax.Array:
+    """x Wᵀ: ``[*batch, m, k]`` to ``[*batch, m, n]``; sums in float32, rounded once."""
+    flat = x.reshape(-1, x.shape[-1])
+    cut = few.cut(packing, len(flat))
+    options: dict[str, Any] = {"packing": packing, "name": name, "interpret": interpret}
+    y = few.times_transposed(flat, weight, n, cut=cut, **options)
+    return y.reshape(*x.shape[:-1], n)

@@ -1,0 +1,170 @@
+"""A few rows of activations times a packed weight: y = x Wᵀ, decoded in registers.
+
+grid      blocks of rows of the weight
+reads     the weight once; the activations, from the cache, for each program
+writes    the product once
+bound by  memory; with several rows of activations by instructions
+
+A program is one warp.  It asks for several tiles of its rows before it decodes the first.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._launch import INTERPRETED, cdiv, fma, launch, like, power_of_two, program_id, write
+from ._rows import counted
+from .quantised import ONE, Packing, Part, Tile, load
+
+
+class Cut(NamedTuple):
+    """Rows of a program, units of each row at a time, and how many such tiles it asks for."""
+
+    rows: int
+    units: int
+    ahead: int
+
+
+def plus(total: Any, a: Tile, b: Tile) -> Tile:
+    """total + a · b, where there is a total."""
+    return a * b if total is None else fma(a, b, total)
+
+
+def kernel(*refs: Any, packing: Packing, cut: Cut) -> None:
+    """Some rows of the weight."""
+    *weight, x_ref, y_ref = refs
+    m, n = y_ref.shape
+    rows = program_id(0) * cut.rows + counted(cut.rows)
+    row = jnp.minimum(rows, n - 1) if n % cut.rows else rows
+    shape = packing.shape(cut.units)
+    unit = counted(cut.units).reshape(shape)
+    tiles = cdiv(packing.units, cut.units)
+    parts, codes = packing.powers.shape
+    worth = 1 / ONE if packing.subnormal and not INTERPRETED.value else 1.0
+
+    def activations(i, plane, first):
+        at = first + unit
+        # Words that are put together are one to a thread.  Activations side by side would be four,
+        # and every tile change hands: this is the same, and Triton does not see that they are.
+        return load(x_ref, i, plane, at if packing.whole else at * 4 >> 2)[None]
+
+    def read(tile):
+        return packing.read(weight, row, tile * cut.units, cut.units)
+
+    def fast(p: int, part: Part, x, total: list[Any]):
+        """Codes times activations, summed over those of a unit; then times their scale."""
+        sums: list[Any] = [None] * m
+        for j, code in enumerate(part.codes):
+            values = code.fast()
+            for i in range(m):
+                sums[i] = plus(sums[i], values, x(i, p * codes + j))
+        scale = part.scale * worth
+        for i in range(m):
+            total[i] = plus(total[i], sums[i], scale)
+        if packing.offset:
+            minimum = -(part.less * part.scale)
+            minimum = minimum if part.minimum is None else minimum + part.minimum
+            minimum = jnp.broadcast_to(minimum, (cut.rows, *shape))
+            for i in range(m):
+                total[i] = plus(total[i], minimum, x(i, parts * codes + p))
+
+    def exact(p: int, part: Part, x, total: list[Any]):
+        """Weights times activations, as the op says it."""
+        plain = parts * codes + parts * packing.offset
+        for j, code in enumerate(part.codes):
+            weights = (code.exact() - part.less) * part.scale
+            weights = weights if part.minimum is None else weights + part.minimum
+            for i in range(m):
+                total[i] = plus(total[i], weights, x(i, plain + p * codes + j))
+
+    def add(by, raw, tile, total):
+        total = list(total)
+        x = lambda i, plane: activations(i, plane, tile * cut.units)
+        for p, part in enumerate(packing.parts(raw)):
+            by(p, part, x, total)
+        return total
+
+    def several(tile, total, count):
+        raws = [read(tile + i) for i in range(count)]
+        for i, raw in enumerate(raws):
+            total = add(fast, raw, tile + i, total)
+        return total
+
+    def summed(total):
+        return tuple(x.reshape(cut.rows, -1).sum(1) for x in total)
+
+    nothing = [jnp.zeros((cut.rows, *shape), jnp.float32)] * m
+    # The last tiles apart, in sight of the compiler: all of them, if they are not many.
+    steps = (tiles - 1) // cut.ahead
+    total = nothing
+    if steps:
+        body = lambda j, total: several(j * cut.ahead, total, cut.ahead)
+        total = lax.fori_loop(np.int32(0), np.int32(steps), body, total)
+    y = summed(several(steps * cut.ahead, total, tiles - steps * cut.ahead))
+
+    # Again, exactly, what is not finite: code · inf + minimum · inf is not weight · inf, and codes
+    # may overflow where weights do not.  And what is so small that subnormal products may be lost.
+    def again():
+        body = lambda tile, total: add(exact, read(tile), tile, total)
+        total = lax.fori_loop(np.int32(0), np.int32(tiles - 1), body, nothing)
+        return summed(add(exact, read(tiles - 1), tiles - 1, total))
+
+    sound = lambda x: (jnp.abs(x) < jnp.inf) & (jnp.abs(x) > SMALL * packing.subnormal)
+    lost = sum(jnp.sum(jnp.where(sound(x), 0.0, 1.0)) for x in y)
+    y = lax.cond(lost > 0, again, lambda: y)
+    for i in range(m):
+        write(y_ref, (i, rows), y[i], rows < n if n % cut.rows else None)
+
+
+SMALL = 2.0**-40
+FEW = 8  # rows of activations
+
+
+def cut(packing: Packing, m: int) -> Cut:
+    """As measured on an H200."""
+    units = min(128, max(power_of_two(packing.units), 32))
+    return Cut(2, units, 4)
+
+
+def ordered(x: jax.Array, packing: Packing, units: int) -> jax.Array:
+    """``f32[m, k]`` as the kernel reads it: for fast codes; their sums; for exact ones."""
+    x = packing.planes(x.astype(jnp.float32))
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, -packing.units % units)))
+    flat = lambda x: x.reshape(len(x), -1, x.shape[-1])
+    sums = [x.sum(2)] * packing.offset
+    return jnp.concatenate([flat(x * packing.powers[..., None]), *sums, flat(x)], 1)
+
+
+def times_transposed(
+    x: jax.Array,
+    weight: tuple[jax.Array, ...],
+    n: int,
+    *,
+    packing: Packing,
+    name: str,
+    interpret: bool,
+    cut: Cut,
+) -> jax.Array:
+    """``[m, k]`` times ``[n, k]`` transposed, in the dtype of x.
+
+    Args:
+        x: activations ``[m, k]``; every sum is in float32.
+        weight: what the packing reads.
+        n: rows of the weight.
+        packing: how they are packed.
+        name: as profiles show it.
+        interpret: run without a GPU.
+        cut: how the work is divided.
+    """
+    return launch(
+        functools.partial(kernel, packing=packing, cut=cut),
+        name,
+        out=like(x, (len(x), n)),
+        grid=(cdiv(n, cut.rows),),
+        warps=1,
+        interpret=interpret,
+    )(*weight, ordered(x, packing, cut.units))
