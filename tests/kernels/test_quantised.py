@@ -1,0 +1,133 @@
+"""Products with packed weights alone, interpreted: every packing, and what is not finite.
+
+The weights are those of the op's own page, which tests of their own compare with other
+libraries'.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fuel_jax.fused import awq_matmul as awq, nf4_matmul as nf4, qmatmul as gguf
+from fuel_jax.fused._gguf_blocks import FORMATS
+from pallas_kernels import quantised, quantised_rows
+from pallas_kernels.quantised_rows import Cut
+
+from .test_launch import lowered
+
+RNG = np.random.default_rng(0)
+HALVES = {"Q2K": (80, 82), "Q3K": (108,), "Q6K": (208,)}  # where a block keeps them; the rest:
+IN_FRONT = {True: (0, 2), False: (0,)}  # with a second one or without
+SECOND = ("Q4_1", "Q5_1", "Q8_1", "Q4K", "Q5K")
+
+
+def gguf_weight(n, k, quant_type):
+    """Packed, its packing, and in float64."""
+    form = FORMATS[quant_type]
+    blocks = RNG.integers(0, 256, (n * k // form.weights, form.bytes), np.uint8)
+    for at in HALVES.get(quant_type, IN_FRONT[quant_type in SECOND]):
+        half = RNG.normal(0, 2**-8, (len(blocks), 1)).astype("<f2")
+        blocks[:, at : at + 2] = half.view(np.uint8)
+    loose = blocks.reshape(-1)
+    words = np.pad(loose, (0, -loose.size % 4)).view("<u4").astype(np.uint32)
+    rows = gguf.decoder(jnp.asarray(words), jnp.float32, quant_type=quant_type, k=k, n=n)
+    return (words,), quantised.GGUF[quant_type](k), np.asarray(rows(0, n), np.float64)
+
+
+def awq_weight(n, k, group_size):
+    """Packed, its packing, and in float64."""
+    groups = -(-k // group_size)
+    weight = RNG.integers(0, 2**32, (n, k // 8), np.uint32)
+    zeros = RNG.integers(0, 2**32, (n, -(-groups // 8)), np.uint32)
+    scales = RNG.uniform(0.02, 0.06, (n, 8 * zeros.shape[1])).astype(np.float16)
+    arrays = (weight, zeros, scales)
+    rows = awq.decoder(*map(jnp.asarray, arrays), jnp.float32, group_size=group_size)
+    return arrays, quantised.awq(k // 8, group_size), np.asarray(rows(0, n), np.float64)
+
+
+def nf4_weight(n, k, block_size, low_nibble_first):
+    """Packed, its packing, and in float64."""
+    codes = RNG.integers(0, 256, (n, k // 2), np.uint8)
+    absmax = RNG.uniform(0.5, 1.5, (n, k // block_size)).astype(np.float32)
+    order = {"low_nibble_first": low_nibble_first}
+    rows = nf4.decoder(jnp.asarray(codes), jnp.asarray(absmax), jnp.float32, **order)
+    packing = quantised.nf4(k // 8, block_size, low_nibble_first, nf4.LEVELS)
+    return (codes.view(np.uint32), absmax), packing, np.asarray(rows(0, n), np.float64)
+
+
+WEIGHTS = {
+    "awq": functools.partial(awq_weight, 5, 384, 128),
+    "awq, a group a row": functools.partial(awq_weight, 2, 512, 512),
+    "nf4": functools.partial(nf4_weight, 3, 320, 64, False),
+    "nf4, low nibbles first": functools.partial(nf4_weight, 2, 128, 16, True),
+    **{
+        name: functools.partial(
+            gguf_weight, 3, form.weights * (3 if form.weights == 256 else 11), name
+        )
+        for name, form in FORMATS.items()
+        if name[-2:] != "_K" and name != "Q4_K_M"
+    },
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_against_float64(name):
+    """Two tiles of 32 units, or more, the last one not full; rows that are not."""
+    packed, packing, weight = WEIGHTS[name]()
+    n, k = weight.shape
+    run = jax.jit(
+        lambda x, *packed: quantised_rows.times_transposed(
+            x, packed, n, packing=packing, name="test", interpret=True, cut=Cut(2, 32, 1)
+        )
+    )
+    x = RNG.normal(size=(2, k)).astype(np.float32)
+
+    def near(x):
+        got, want = np.asarray(run(x, *packed), np.float64), x.astype(np.float64) @ weight.T
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
+
+    near(x)
+    near(x * 1e-30)  # products of subnormal codes are lost
+    near(x * 1e30)  # activations times a power of two overflow
+    assert not np.asarray(run(0 * x, *packed)).any()
+
+    infinite = x.copy()
+    infinite[0, 1], infinite[1, k - 1] = np.inf, np.nan
+    with np.errstate(invalid="ignore"):
+        want = np.sign(weight[:, 1]) * np.inf  # NaN where the weight is 0
+    np.testing.assert_array_equal(run(infinite, *packed)[0], want)
+    assert np.isnan(run(infinite, *packed)[1]).all()
+
+
+OPS = {
+    "awq": (awq.awq_matmul, {"group_size": 128}),
+    "nf4": (nf4.nf4_matmul, {"block_size": 64}),
+    "Q6K": (gguf.qmatmul, {"quant_type": "Q6K", "k": 4096, "n": 14336}),
+}
+
+
+def operands(name, m, k, n, dtype):
+    """Shapes of a call."""
+    of = jax.ShapeDtypeStruct
+    weight = {
+        "awq": lambda: (
+            of((n, k // 8), "uint32"),
+            of((n, k // 1024), "uint32"),
+            of((n, k // 128), "float16"),
+        ),
+        "nf4": lambda: (of((n, k // 2), "uint8"), of((n, k // 64), "float32")),
+        "Q6K": lambda: (of((n * k // 256 * 210 // 4,), "uint32"),),
+    }[name]()
+    return of((m, k), dtype), *weight
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "dtype"), [("awq", 1, "bfloat16"), ("nf4", 4, "float16"), ("Q6K", 1, "float32")]
+)
+def test_lowers(name, m, dtype):
+    op, params = OPS[name]
+    arrays = operands(name, m, 4096, 14336, dtype)
+    assert f"fuel_{op.name}" in lowered(functools.partial(op, **params), *arrays)
