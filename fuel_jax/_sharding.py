@@ -132,7 +132,9 @@ def rule_of(
                 forms[name] = form.dim_str
                 break
     splits, _, layouts = splits.partition("->")
-    written = layouts.split(",") if layouts else written_results(signature.annotations["return"])
+    written = (
+        layouts.split(",") if layouts else written_results(signature.annotations.get("return"))
+    )
     compound, free = {}, set()
     for word in splits.split():
         axis, _, factors = word.partition("=")
@@ -171,9 +173,11 @@ def rule_of(
     found = []
     for i, (name, y) in enumerate(zip(outputs, results, strict=True)):
         dim_str = written[i] if i < len(written) else None
-        like = name[1:] if dim_str is None and name[0] == "d" else None
+        like = signature.operands.get(name[1:]) if dim_str is None and name[0] == "d" else None
+        if like is not None and like.forms:
+            dim_str = forms.get(like.name, like.forms[0].dim_str)
         if y is not None:
-            found.append(read_dims[like] if like in read_dims else read(dim_str, y, f"{name}_out"))
+            found.append(read(dim_str, y, f"{name}_out"))
     used = [factor for dims in (*operands, *found) for factors in dims for factor in factors]
     ordered = tuple((factor, sizes[factor]) for factor in dict.fromkeys(used))
     return Rule(operands, tuple(found), frozenset(splittable), ordered)

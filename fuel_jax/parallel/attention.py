@@ -190,7 +190,7 @@ def ring(axis: str, blocks: Blocks, q: Array, k: Array, v: Array) -> tuple[Array
         found = of_part(axis, blocks, t, lambda block: block(q, k, v))
         return (k, v, *combined((o, lse), found)), None
 
-    steps = jnp.arange(1, lax.axis_size(axis))
+    steps = jnp.arange(1, lax.axis_size(axis), dtype=jnp.int32)
     (_, _, o, lse), _ = lax.scan(step, (k, v, wide(o), lse), steps)
     return o, lse
 
@@ -232,7 +232,7 @@ def pull_back(axis: str, blocks: Blocks, saved: Any, cotangents: Any) -> tuple[A
         return (k, v, dk + found[1], dv + found[2], dq + found[0]), None
 
     dq, dk, dv = gradients(blocks.own, k, v)
-    steps = jnp.arange(1, lax.axis_size(axis))
+    steps = jnp.arange(1, lax.axis_size(axis), dtype=jnp.int32)
     (_, _, dk, dv, dq), _ = lax.scan(step, (k, v, dk, dv, dq), steps)
     dk, dv = passed_on(axis, dk, dv)  # home
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)

@@ -1,0 +1,189 @@
+"""Kernels on split operands under jit: one device's results, and no byte sent that need not be."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import fuel_jax
+from fuel_jax._op import as_tuple
+from fuel_jax.types import Array, Floats
+
+from .counted import collectives, largest_error, predicted
+
+TOLERANCE = 2e-5
+
+
+def mesh_of(kind=AxisType.Auto):
+    """Half of the devices along j."""
+    count = len(jax.devices())
+    return jax.make_mesh((2, count // 2), ("i", "j"), axis_types=(kind, kind))
+
+
+def normal(*shape, scale=1.0):
+    rng = np.random.default_rng(math.prod(shape))
+    return jnp.asarray(scale * rng.normal(size=shape), "float32")
+
+
+def attention(h, hk):
+    return normal(4, h, 6, 4), normal(4, hk, 8, 4), normal(4, hk, 8, 4)
+
+
+ROWS, COLUMNS = P(("i", "j")), P(None, "j")
+SCAN = (normal(4, 6, 4), jnp.abs(normal(4, 6, 4)), -jnp.abs(normal(4, 3)), *2 * (normal(4, 6, 3),))
+PAGES = (normal(4, 4, 1, 4), normal(6, 2, 2, 4), normal(6, 2, 2, 4))
+PAGES += (jnp.arange(12, dtype="int32").reshape(4, 3) % 6, jnp.asarray([1, 6, 3, 5], "int32"))
+NF4 = (normal(4, 64), jnp.arange(8 * 32, dtype="uint8").reshape(8, 32), jnp.abs(normal(8, 1)))
+
+CASES = {  # op, its kernel, operands, their layouts, parameters
+    "softmax": ("softmax_last_dim", "triton", (normal(8, 4, 6),), (P("i", "j"),), {}),
+    "log_softmax": ("log_softmax_last_dim", "rows", (normal(8, 6),), (ROWS,), {}),
+    "rms_norm": ("rms_norm_last_dim", "triton", (normal(8, 6),), (ROWS,), {}),
+    "layer_norm": ("layer_norm_last_dim", "triton", (normal(4, 4, 6),), (COLUMNS,), {}),
+    "heads": ("flash_attn", "chunked", attention(8, 4), 3 * (P("i", "j"),), {"causal": True}),
+    "alibi": (
+        *("flash_attn", "chunked", (*attention(4, 2), normal(4))),
+        *((*3 * (P("i"),), P()), {"causal": True, "return_lse": True}),
+    ),
+    "one key head": ("flash_attn", "chunked", attention(4, 1), (COLUMNS, P(), P()), {}),
+    "pages": ("paged_attn", "stepwise", PAGES, (P("i"), P(), P(), P("i"), P("i")), {}),
+    "images": (
+        *("conv2d", "product", (normal(4, 2, 5, 5), normal(3, 2, 1, 1), normal(3))),
+        *((P("i"), P(), P()), {}),
+    ),
+    "columns of nf4": ("nf4_matmul", "blocked", NF4, (P("i"), P("j"), P("j")), {}),
+    "linear": (
+        *("fused_linear", "xla", (normal(4, 6), normal(6, 8), normal(8))),
+        *((P("i"), P(None, "j"), P("j")), {}),
+    ),
+    "scan": ("selective_scan", "xla", SCAN, (P("i"), P("i"), P(), P("i"), P("i")), {}),
+    "running sum": ("cumsum", "steps", (normal(20, 4),), (COLUMNS,), {"dim": 0}),
+    "argmax": ("argmax_dim", "folded", (normal(20, 4),), (COLUMNS,), {"dim": 0}),
+}
+
+
+def with_gradient(f, arrays):
+    """Results, and gradients for cotangents that are laid out as the results."""
+    at = tuple(i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating))
+
+    def run(*arrays):
+        def of(*floats):
+            every = dict(zip(at, floats, strict=True))
+            return f(*(every.get(i, x) for i, x in enumerate(arrays)))
+
+        y, pull = jax.vjp(of, *(arrays[i] for i in at))
+        return y, pull(jax.tree.map(jnp.cos, y))
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_stay_where_they_are(case):
+    """0 all-gathers; all-reduces of what the rule says is a sum, forward and backward, only."""
+    name, kernel, arrays, specs, params = CASES[case]
+    op, mesh = getattr(fuel_jax, name), mesh_of()
+    f = functools.partial(op.using(kernel), **params)
+    back = getattr(op, "backward", None)
+    differentiable = name not in ("argmax_dim", "paged_attn", "nf4_matmul", "cumsum")
+    program = with_gradient(f, arrays) if differentiable else f
+    want = jax.jit(program)(*arrays)
+    given = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
+    assert largest_error(jax.jit(program)(*given), want) < TOLERANCE
+
+    bound, operands = op._bind(given, params)
+    y = op.out(*arrays, **params)
+    rule = op.sharding(bound, operands, as_tuple(y))
+    split = rule.split(mesh, [tuple(s) for s in specs])
+    assert split, "nothing is split"
+    count = predicted(rule, split, mesh, as_tuple(y))
+    if differentiable and isinstance(back, fuel_jax.FusedOp):
+        asked = bound | op._returning_all()
+        outputs = as_tuple(jax.eval_shape(functools.partial(op.body, **asked), *operands))
+        pool = op._named(asked, operands, outputs) | op._cotangents(asked, outputs)
+        static = {n: asked[n] for n in back.params}
+        grads = as_tuple(back.out(*(pool[n] for n in back.inputs), **static))
+        its = back.sharding(static, [pool[n] for n in back.inputs], grads)
+        count += predicted(its, split, mesh, grads)
+    sent = collectives(program, *given)
+    assert set(sent) <= {"all-reduce"}, sent
+    assert sent.get("all-reduce", 0) == count
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("kernel", ["rows", "triton"])
+def test_rows_of_a_loss(kernel, reduction):
+    """Scalars are summed, rows and logits are not."""
+    x, t = normal(8, 12), jnp.arange(8, dtype="int32")
+    ce = fuel_jax.fused_softmax_cross_entropy.using(kernel)
+    program = with_gradient(functools.partial(ce, reduction=reduction), (x, t))
+    given = [jax.device_put(a, NamedSharding(mesh_of(), ROWS)) for a in (x, t)]
+    assert largest_error(jax.jit(program)(*given), jax.jit(program)(x, t)) < TOLERANCE
+    sent = collectives(program, *given)
+    assert set(sent) <= {"all-reduce"}, sent
+    assert sent.get("all-reduce", 0) <= 3 * 8  # the loss, and the number of rows kept
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        ("softmax", AxisType.Auto),
+        ("softmax", AxisType.Explicit),
+        ("alibi", AxisType.Explicit),
+    ],
+)
+def test_in_a_mesh_s_context(case, kind):
+    """Eager, jit, vmap and gradients; the result is laid out as the operands are."""
+    name, kernel, arrays, specs, params = CASES[case]
+    f = functools.partial(getattr(fuel_jax, name).using(kernel), **params)
+    program = with_gradient(f, arrays)
+    want, stacked = f(*arrays), [jnp.stack([x, 2 * x]) for x in arrays]
+    want_all, gradients = jax.vmap(f)(*stacked), jax.jit(program)(*arrays)
+    with jax.set_mesh(mesh_of(kind)):
+        given = [jax.device_put(x, s) for x, s in zip(arrays, specs, strict=True)]
+        y = f(*given)
+        first = as_tuple(y)[0].sharding.spec
+        assert tuple(first)[: len(specs[0])] == tuple(specs[0])
+        assert largest_error(y, want) < TOLERANCE
+        assert largest_error(jax.jit(program)(*given), gradients) < TOLERANCE
+        given = [jax.device_put(x, P(None, *s)) for x, s in zip(stacked, specs, strict=True)]
+        assert largest_error(jax.jit(jax.vmap(f))(*given), want_all) < TOLERANCE
+        assert not collectives(jax.vmap(f), *given)
+
+
+def test_inside_shard_map_a_kernel_sees_its_part():
+    x = normal(8, 4, 6)
+    f = fuel_jax.softmax_last_dim.using("triton")
+    mesh = mesh_of()
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False)
+    given = jax.device_put(x, NamedSharding(mesh, ROWS))
+    assert largest_error(mapped(given), f(x)) < TOLERANCE
+    assert not collectives(mapped, given)
+
+
+def test_an_axis_that_must_be_whole_is_gathered():
+    x = normal(4, 8)
+    f = fuel_jax.softmax_last_dim.using("triton")
+    given = jax.device_put(x, NamedSharding(mesh_of(), COLUMNS))
+    assert largest_error(f(given), f(x)) < TOLERANCE
+    assert set(collectives(f, given)) == {"all-gather"}
+
+
+def test_a_part_is_served_by_what_serves_its_size():
+    """The whole is long enough for the kernel, a part is not."""
+
+    def halved(x: Floats[Array, "*shape"]) -> Floats[Array, "*shape"]:
+        return x / 2
+
+    op = fuel_jax.register_fused("halved", halved, splits="*shape")
+    short = lambda x: "few" if x.shape[0] < 8 else None
+    op.kernel("long", declines=short)(lambda x: x / 2 + 1)
+    try:
+        x = jnp.zeros((8, 2), "float32")
+        assert op(x)[0, 0] == 1
+        assert op(jax.device_put(x, NamedSharding(mesh_of(), P("i"))))[0, 0] == 0
+    finally:
+        fuel_jax.unregister_fused("halved")

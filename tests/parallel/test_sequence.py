@@ -1,0 +1,185 @@
+"""Parts of a sequence, of a vocabulary, of an inner axis: one device's values and gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import fuel_jax
+from fuel_jax import parallel
+from fuel_jax.errors import ArgumentError
+
+from .counted import collectives, largest_error
+
+COUNT = len(jax.devices())
+TOLERANCE = 1e-12
+ROW, SEQUENCE, HEADS = P(None, "s"), P(None, "s"), P(None, None, "s")
+
+
+def mesh(count=COUNT):
+    types = (jax.sharding.AxisType.Auto,)
+    return jax.make_mesh((count,), ("s",), axis_types=types, devices=jax.devices()[:count])
+
+
+def put(arrays, specs):
+    return [jax.device_put(x, NamedSharding(mesh(), s)) for x, s in zip(arrays, specs, strict=True)]
+
+
+def mapped(f, in_specs, out_specs, **params):
+    f = functools.partial(f, axis="s", **params)
+    return jax.shard_map(f, mesh=mesh(), in_specs=in_specs, out_specs=out_specs)
+
+
+def normal(*shape):
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape))
+
+
+def curved(f):
+    """A scalar that every output takes part in."""
+    of = lambda y: jnp.sum(y * jnp.cos(y)).astype("float64")
+    return lambda *arrays: sum(of(y) for y in jax.tree.leaves(f(*arrays)))
+
+
+def agree(f, g, arrays, tolerance=TOLERANCE):
+    """Values and gradients of every operand."""
+    at = tuple(i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating))
+    both = lambda h: jax.jit(lambda *xs: (h(*xs), jax.grad(curved(h), at)(*xs)))(*arrays)
+    assert largest_error(both(f), both(g)) < tolerance
+
+
+def bytes_of(x):
+    """Of this device's part."""
+    return x.size * x.dtype.itemsize // COUNT
+
+
+@pytest.mark.parametrize(
+    ("causal", "order"), [(False, "zigzag"), (True, "zigzag"), (True, "contiguous")]
+)
+def test_ring_attention(causal, order):
+    n = COUNT
+    q, k, v = normal(1, 4, 4 * n, 4), normal(1, 2, 4 * n, 4), normal(1, 2, 4 * n, 3)
+    options = {"causal": causal, "softcap": 3.0, "softmax_scale": 0.7, "return_lse": True}
+    ring = mapped(parallel.ring_attention, HEADS, HEADS, order=order, **options)
+    there = parallel.zigzag if order == "zigzag" else lambda x, *_: x
+    back = parallel.unzigzag if order == "zigzag" else lambda x, *_: x
+
+    def f(*arrays):
+        return jax.tree.map(lambda y: back(y, n, 2), ring(*(there(x, n, 2) for x in arrays)))
+
+    agree(f, functools.partial(fuel_jax.flash_attn, **options), (q, k, v))
+    given = [jax.device_put(x, NamedSharding(mesh(), HEADS)) for x in (q, k, v)]
+    parts = bytes_of(k) + bytes_of(v)
+    assert collectives(ring, *given) == {"collective-permute": parts}  # in a loop
+    gradient = jax.grad(curved(ring), (0, 1, 2))
+    # The forward's k and v; k, v and their gradients in the loop, and those home.
+    assert collectives(gradient, *given) == {"collective-permute": 4 * parts}
+
+
+def test_ring_attention_holds_parts_only():
+    """Twice the devices, half the memory: of the gradient too."""
+    steps = 64 * COUNT
+    q = k = v = jax.ShapeDtypeStruct((1, 1, steps, 8), "float32")
+
+    def peak(count):
+        few = mesh(count)
+        ring = functools.partial(parallel.ring_attention, axis="s", causal=True)
+        ring = jax.shard_map(ring, mesh=few, in_specs=HEADS, out_specs=HEADS)
+        layout = [NamedSharding(few, HEADS)] * 3
+        program = jax.jit(jax.grad(lambda *x: ring(*x).sum(), (0, 1, 2)), in_shardings=layout)
+        return program.lower(q, k, v).compile().memory_analysis().temp_size_in_bytes
+
+    assert peak(COUNT) < 0.6 * peak(COUNT // 2)
+
+
+def test_zigzag_is_undone_and_balanced():
+    x = jnp.arange(16)
+    parts = parallel.zigzag(x, 4, 0).reshape(4, 4)
+    assert parts.tolist() == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
+    assert (parallel.unzigzag(parallel.zigzag(x, 4, 0), 4, 0) == x).all()
+    with pytest.raises(ArgumentError, match=r"^zigzag: the sequence has 10 steps and 4 devices"):
+        parallel.zigzag(jnp.arange(10), 4, 0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_cross_entropy_of_a_split_vocabulary(reduction):
+    n = COUNT
+    logits = normal(6, 5 * n).at[2].multiply(1e3)
+    targets = jnp.asarray([0, 5 * n - 1, 3, -100, 7, 5])
+    params = {"reduction": reduction, "return_lse": True}
+    f = mapped(parallel.cross_entropy, (ROW, P()), P(), **params)
+    g = functools.partial(fuel_jax.fused_softmax_cross_entropy, **params)
+    agree(lambda x: f(x, targets), lambda x: g(x, targets), (logits,), 1e-6)
+    given = jax.device_put(logits, NamedSharding(mesh(), ROW))
+    for program in (f, lambda x, t: jax.grad(lambda x: f(x, t)[0].sum())(x)):
+        sent = collectives(program, given, targets)
+        assert set(sent) == {"all-reduce"}
+        assert sent["all-reduce"] <= 3 * 6 * 8  # three numbers a row
+
+
+def test_a_target_outside_a_split_vocabulary_is_nan():
+    logits, targets = normal(2, 2 * COUNT), jnp.asarray([2 * COUNT, 1])
+    f = mapped(parallel.cross_entropy, (ROW, P()), P(), reduction="none")
+    loss = f(logits, targets)
+    assert jnp.isnan(loss[0])
+    assert jnp.isfinite(loss[1])
+
+
+def test_selective_scan_of_a_split_sequence():
+    length = 2 * COUNT
+    u, delta = normal(2, length, 3), jnp.abs(normal(2, length, 3))
+    a, b, c, h = -jnp.abs(normal(3, 4)), normal(2, length, 4), normal(2, length, 4), normal(2, 3, 4)
+    specs = (SEQUENCE, SEQUENCE, P(), SEQUENCE, SEQUENCE, P())
+    f = mapped(parallel.selective_scan, specs, (SEQUENCE, P()), delta_softplus=True)
+    agree(
+        f, functools.partial(fuel_jax.selective_scan, delta_softplus=True), (u, delta, a, b, c, h)
+    )
+
+
+def test_ssd_chunk_scan_of_a_split_sequence():
+    length = 4 * COUNT
+    x, dt = normal(1, length, 4, 3), jnp.abs(normal(1, length, 4))
+    a, b, c = -jnp.abs(normal(4)), normal(1, length, 2, 3), normal(1, length, 2, 3)
+    specs = (SEQUENCE, SEQUENCE, P(), SEQUENCE, SEQUENCE)
+    f = mapped(parallel.ssd_chunk_scan, specs, (SEQUENCE, P()), chunk_size=2)
+    agree(f, functools.partial(fuel_jax.ssd_chunk_scan, chunk_size=2), (x, dt, a, b, c))
+
+
+def test_a_layer_of_columns_and_rows():
+    """The product by columns sends nothing, that by rows one sum; and the gradient of x another."""
+    x, up, down = normal(5, 4), normal(4, 2 * COUNT), normal(2 * COUNT, 3)
+    bias, offset = normal(2 * COUNT), normal(3)
+
+    def layer(x, up, bias, down, offset, *, axis):
+        hidden = fuel_jax.silu(fuel_jax.fused_linear(x, up, bias))
+        return parallel.row_linear(hidden, down, offset, axis=axis)
+
+    def whole(x, up, bias, down, offset):
+        hidden = fuel_jax.silu(fuel_jax.fused_linear(x, up, bias))
+        return fuel_jax.fused_linear(hidden, down, offset)
+
+    specs = (P(), ROW, P("s"), P("s"), P())
+    f = mapped(layer, specs, P())
+    arrays = (x, up, bias, down, offset)
+    agree(f, whole, arrays)
+    given = put(arrays, specs)
+    assert collectives(f, *given) == {"all-reduce": 5 * 3 * 8}
+    assert collectives(jax.grad(curved(f)), *given) == {"all-reduce": (5 * 3 + 5 * 4) * 8}
+
+
+def test_sharded_is_the_op():
+    x, w, bias = normal(COUNT, 6), normal(6, 4), normal(4)
+    f = parallel.sharded(fuel_jax.fused_linear, mesh(), [P("s")])
+    agree(f, fuel_jax.fused_linear, (x, w, bias))
+
+
+def test_sharded_refuses_what_the_rule_does_not_admit():
+    f = parallel.sharded(fuel_jax.rms_norm_last_dim, mesh(), [P(None, "s")])
+    says = (
+        rf"^rms_norm_last_dim: operand 0 \(x\) is to be split along axis 1 over {COUNT} devices, "
+        r"and cannot be: of batch_0 d -> batch_0 d the axes that may be split are batch_0"
+    )
+    with pytest.raises(ArgumentError, match=says):
+        f(normal(4, 2 * COUNT))
