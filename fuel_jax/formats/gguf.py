@@ -35,7 +35,7 @@ MAGIC, VERSIONS = b"GGUF", (2, 3)
 
 # Of headers.  A tokenizer of 262,144 tokens has 780,000 strings and 20 MB, a large model a thousand
 # tensors; within these bounds any header is read, or refused, in a second.
-HEADER, PAIRS, TENSORS, STRINGS, DEPTH = 2**27, 2**16, 2**16, 2**20, 4
+HEADER, PAIRS, TENSORS, STRINGS, DEPTH = 2**27, 2**15, 2**15, 2**20, 4
 ALIGNMENTS = tuple(2**i for i in range(3, 17))  # 32 is the rule; the format wants multiples of 8
 
 NUMBERS = {  # type of a value -> its dtype
