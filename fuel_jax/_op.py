@@ -232,7 +232,7 @@ class Op(Generic[P, R]):
 
     def _run(self, call: Call, *arrays: Any) -> Any:
         part = functools.partial(self._choose, call)
-        rule = functools.partial(self.sharding, call.params)
+        rule = functools.partial(self._rule, call.params)
         over_devices = functools.partial(split, part=part, rule_of=rule) if self.splits else None
         out = self._choose(call, *arrays, over_devices=over_devices)
         return tie(out, arrays) if isinstance(out, tuple) else out
@@ -241,8 +241,7 @@ class Op(Generic[P, R]):
         run = choose(self.name, self.kernels, call.pin, abstract(arrays), call.params, over_devices)
         return run(*arrays)
 
-    def sharding(self, params: dict[str, Any], arrays: Sequence[Any], outputs: Any) -> Rule:
-        """Which axes of operands and results belong together, and which may be split."""
+    def _rule(self, params: dict[str, Any], arrays: Sequence[Any], outputs: Any) -> Rule:
         if callable(self.splits):
             return self.splits(params, arrays, as_tuple(outputs))
         names = self._present(params)
@@ -351,6 +350,14 @@ class Op(Generic[P, R]):
             transcendentals=int(counted.get("transcendentals", 0)),
             bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in moved),
         )
+
+    def sharding(self, *args: P.args, **kwargs: P.kwargs) -> Rule:
+        """Which axes of operands and results belong together, and which may be split over devices.
+
+        Operands split otherwise are gathered before a kernel runs; the body, XLA splits as it can.
+        """
+        params, arrays = self._bind(args, kwargs)
+        return self._rule(params, arrays, self.out(*args, **kwargs))
 
     def usage(self) -> str:
         """``rms_norm_last_dim(x[*batch d], *, eps=1e-06)``."""

@@ -54,6 +54,14 @@ class Rule:
         array = lambda dims: " ".join(map(axis, dims))
         return f"{', '.join(map(array, self.operands))} -> {', '.join(map(array, self.results))}"
 
+    def __str__(self) -> str:
+        return f"{self.text}    may be split: {', '.join(self.free) or 'nothing'}"
+
+    @property
+    def free(self) -> tuple[str, ...]:
+        """Factors that may be split."""
+        return tuple(f for f, _ in self.sizes if f in self.splits)
+
     @property
     def inner_sizes(self) -> dict[str, int]:
         """Extents that no axis has: those of factors that share every axis they are in."""

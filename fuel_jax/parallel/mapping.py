@@ -9,7 +9,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from .._choose import abstract
 from .._op import Op
 from .._sharding import Rule, summed
 from ..errors import ArgumentError
@@ -35,9 +34,8 @@ def sharded(op: Op, mesh: Mesh, specs: Sequence[PartitionSpec | None]) -> Callab
 
     def run(*args: Any, **kwargs: Any) -> Any:
         params, arrays = op._bind(args, kwargs)
-        op._check(params, arrays)
-        out = jax.eval_shape(lambda *arrays: op.body(*arrays, **params), *abstract(arrays))
-        rule = op.sharding(params, arrays, out)
+        out = op.out(*args, **kwargs)
+        rule = op.sharding(*args, **kwargs)
         given = [(x, spec) for x, spec in zip(arrays, pad(specs, arrays), strict=True)]
         present = [(x, spec or PartitionSpec()) for x, spec in given if x is not None]
         asked = [tuple(spec) for _, spec in present]
@@ -80,7 +78,7 @@ def objection(
             if wanted == given:
                 continue
             devices = math.prod(mesh.shape[a] for a in wanted)
-            free = ", ".join(sorted(rule.splits)) or "none"
+            free = ", ".join(rule.free) or "none"
             return (
                 f"operand {i} ({names[min(i, len(names) - 1)]}) is to be split along axis {axis} "
                 f"over {devices} devices, and cannot be: of {rule.text} the axes that may be split "

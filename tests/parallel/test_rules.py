@@ -1,6 +1,8 @@
 """Every rule is true: an op of parts is the part of the op, or they are its terms."""
 
 import functools
+import pathlib
+import re
 
 import jax
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import fuel_jax
 from fuel_jax._op import as_tuple
 from fuel_jax._sharding import Rule
+from fuel_jax.registry import builtin
 
 from ..contract import THOROUGH, as_arrays, fill
 
@@ -35,7 +38,7 @@ def check(op, params, arrays):
     """Number of factors cut."""
     body = jax.jit(functools.partial(op.body, **params))
     whole = as_tuple(body(*arrays))
-    rule = op.sharding(params, arrays, whole)
+    rule = op._rule(params, arrays, whole)
     sizes, at = dict(rule.sizes), [i for i, x in enumerate(arrays) if x is not None]
     cut = [f for f in sizes if f in rule.splits and sizes[f] > 1]
     for factor in cut:
@@ -75,10 +78,10 @@ def test_parts_make_the_whole(op, example):
 
 def test_a_rule_in_shardy_s_notation():
     f32 = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
-    q, k, o, lse = f32((2, 8, 5, 4)), f32((2, 2, 6, 4)), f32((2, 8, 5, 4)), f32((2, 8, 5))
-    rule = fuel_jax.flash_attn.sharding({"return_lse": True}, (q, k, k, None, None), (o, lse))
+    q, k = f32((2, 8, 5, 4)), f32((2, 2, 6, 4))
+    rule = fuel_jax.flash_attn.sharding(q, k, k, return_lse=True)
     assert rule.text == ("b (hk r) sq d, b hk sk d, b hk sk dv -> b (hk r) sq dv, b (hk r) sq")
-    assert rule.splits == {"b", "hk"}
+    assert rule.free == ("b", "hk")
     assert rule.whole == ("r", "sq", "d", "sk", "dv")
 
 
@@ -87,3 +90,11 @@ def test_an_axis_that_devices_do_not_divide_stays_whole():
     mesh = jax.sharding.AbstractMesh((4, 2), ("i", "j"))
     assert rule.split(mesh, [("i", "j")]) == {}
     assert rule.split(mesh, [("j", "i")]) == {"b": ("j",)}
+
+
+def test_the_table_of_the_docs_is_current():
+    page = (pathlib.Path(fuel_jax.__file__).parents[1] / "docs/parallel.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| `.*` \| `(.*)` \|$", page, re.MULTILINE))
+    ops = [op for op in builtin() if isinstance(getattr(op, "splits", None), str) and op.splits]
+    axes = lambda op: [w for w in op.splits.partition("->")[0].split() if "=" not in w]
+    assert rows == {op.name: " ".join(axes(op)) for op in ops if "backward" not in op.name}
