@@ -48,23 +48,28 @@ class Said:
         """An error about the file."""
         return FileError(f"{self.where}: {said}")
 
+    def given(self, name: str, default: Any) -> Any:
+        """A setting; the default where there is none, or null."""
+        value = self.settings.get(name)
+        return default if value is None else value
+
     def size(self, name: str, default: int | None = None) -> int:
         """A whole number from 1 on."""
-        value = self.settings.get(name, default)
+        value = self.given(name, default)
         if type(value) is not int or not 0 < value <= LARGEST:
             raise self.fail(f"{name!r} is {shown(value)}; it must be from 1 to {LARGEST}.")
         return value
 
     def positive(self, name: str, default: float | None = None) -> float:
         """A positive number."""
-        value = self.settings.get(name, default)
+        value = self.given(name, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.fail(f"{name!r} is {shown(value)}; it must be a positive number.")
         return float(value)
 
     def only(self, name: str, *allowed: Any) -> Any:
         """One of a few values, the first if there is none."""
-        value = self.settings.get(name, allowed[0])
+        value = self.given(name, allowed[0])
         if not any(type(value) is type(a) and value == a for a in allowed):
             raise self.fail(f"{name!r} is {shown(value)}; this model knows {list(allowed)}.")
         return value
@@ -83,17 +88,19 @@ def config_of(said: Said, names: Mapping[str, str], context: int, **known: int) 
     width = said.size(names["width"])
     if heads % kv_heads:
         raise said.fail(f"{heads} heads cannot share {kv_heads} heads of keys.")
-    given = said.settings.get(names["head_width"])
-    if given is None and width % heads:
+    if said.given(names["head_width"], None) is None and width % heads:
         raise said.fail(f"{heads} heads do not divide a width of {width}.")
-    trained = said.settings.get(names["context"], context)
+    head_width = said.size(names["head_width"], max(width // heads, 1))
+    if head_width % 2:
+        raise said.fail(f"heads are {head_width} wide; rotary positions need an even width.")
+    trained = said.given(names["context"], context)
     if type(trained) is not int or trained < 2:
         raise said.fail(f"{names['context']!r} is {shown(trained)}; it must be at least 2.")
     return Config(
         width=width,
         heads=heads,
         kv_heads=kv_heads,
-        head_width=said.size(names["head_width"], max(width // heads, 1)),
+        head_width=head_width,
         layers=said.size(names["layers"]),
         hidden=said.size(names["hidden"]),
         vocabulary=known["vocabulary"],

@@ -359,6 +359,7 @@ def write_folder(folder, packer, tied, rope=None):
         **{"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "rms_norm_eps": 1e-5},
         **{"num_key_value_heads": KV_HEADS, "vocab_size": VOCABULARY, "rope_theta": 10000.0},
         **{"max_position_embeddings": CONTEXT, "tie_word_embeddings": tied},
+        **{"head_dim": None, "sliding_window": None},  # as some have it
     }
     angles = 10_000.0 ** -(np.arange(0, HEAD, 2) / HEAD)
     if rope:  # Llama 3.1, as its authors wrote it
@@ -535,6 +536,7 @@ def test_gguf_tensors_that_no_op_takes(small, monkeypatch):
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 5.0}}, "'low_freq_factor' is 5.0"),
         ({"tie_word_embeddings": 1}, "'tie_word_embeddings' is 1"),
         ({"num_attention_heads": "4"}, "'num_attention_heads' is '4'"),
+        ({"head_dim": 63}, "heads are 63 wide; rotary positions need an even width"),
     ],
 )
 def test_folder_settings_that_do_not_hold(folder, tmp_path, change, said):
