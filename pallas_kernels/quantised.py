@@ -25,9 +25,9 @@ Tile = jax.Array  # [rows, *units], or of some of these axes
 
 
 class Code(NamedTuple):
-    """How one code of each unit is decoded: as it is, and times a power of two."""
+    """How one code of each unit is decoded: less something, and times a power of two."""
 
-    exact: Callable[[], Tile]
+    exact: Callable[[Tile | float], Tile]
     fast: Callable[[], Tile]
 
 
@@ -105,14 +105,32 @@ def number(words: Tile, shift: Any, bits: int) -> Tile:
     return code.astype(jnp.int32).astype(jnp.float32)
 
 
+def within_significand(words: Tile, shift: int, bits: int) -> tuple[Tile, int]:
+    """Words, moved if need be, and where the field stands in them."""
+    at = place(shift, bits)
+    return (words if at == shift else words >> jnp.uint32(16)), at
+
+
+def difference(words: Tile, shift: int, bits: int, less: Tile | float) -> Tile:
+    """Some bits of each word, less something whole: exact.
+
+    They become the last places of a power of two, which is taken off again.  No shift, and no
+    conversion.
+    """
+    words, at = within_significand(words, shift, bits)
+    power = 23 - at
+    mask, exponent = ((1 << bits) - 1) << at, (127 + power) << 23
+    marked = words & jnp.uint32(mask) | jnp.uint32(exponent)
+    return lax.bitcast_convert_type(marked, jnp.float32) - (less + 2.0**power)
+
+
 def subnormal(words: Tile, shift: int, bits: int) -> Tile:
     """The same, times 2 to the power of where they stand, less 149.
 
     Masked words, read as float32: they are subnormal numbers, which the chip multiplies as fast as
     others.  No shift, and no conversion; XLA's CPU takes them for 0, so there it is 2⁴⁹ times that.
     """
-    at = place(shift, bits)
-    words = words if at == shift else words >> jnp.uint32(16)
+    words, at = within_significand(words, shift, bits)
     if INTERPRETED.value:
         return number(words, at, bits) * (2.0 ** (at - SMALLEST) / ONE)
     return lax.bitcast_convert_type(words & jnp.uint32((2**bits - 1) << at), jnp.float32)
@@ -120,12 +138,9 @@ def subnormal(words: Tile, shift: int, bits: int) -> Tile:
 
 def fields(words: Tile, bits: int, shifts: Any) -> tuple[Code, ...]:
     """Codes at some shifts."""
+    of = functools.partial
     return tuple(
-        Code(
-            functools.partial(number, words, at, bits),
-            functools.partial(subnormal, words, at, bits),
-        )
-        for at in shifts
+        Code(of(difference, words, at, bits), of(subnormal, words, at, bits)) for at in shifts
     )
 
 
@@ -207,8 +222,9 @@ def nf4(words: int, block_size: int, low_nibble_first: bool, levels: np.ndarray)
     def parts(raw):
         word, absmax = raw
         lanes = levels_of_lanes(levels, word.shape)
-        codes = [functools.partial(level, levels, lanes, word, 4 * j) for j in range(8)]
-        return (Part(tuple(Code(code, code) for code in codes), absmax[..., None]),)
+        of = functools.partial(level, levels, lanes, word)
+        codes = tuple(Code(lambda _, j=j: of(4 * j), lambda j=j: of(4 * j)) for j in range(8))
+        return (Part(codes, absmax[..., None]),)
 
     def planes(x):
         x = x.reshape(len(x), words, 4, 2)

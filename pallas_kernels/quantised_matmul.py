@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from . import quantised_rows as few
+from . import quantised_dot as dots, quantised_rows as few
 from ._launch import LIMIT, unavailable
 from .quantised import Packing
 
@@ -32,17 +32,17 @@ def rows_of(x: Any) -> int:
     return x.size // max(x.shape[-1], 1)
 
 
+SMALL = 2**20  # weights
+
+
 def declines(x: Any, n: int) -> str | None:
     """Where XLA is as fast."""
     m, k = rows_of(x), x.shape[-1]
     if n * k < SMALL:
         return f"{n} x {k} weights are decoded as fast by XLA, in one kernel"
-    if m > few.FEW:
-        return f"{m} rows of activations; these kernels decode for {few.FEW}"
+    if m > dots.MOST:
+        return f"{m} rows of activations; for more than {dots.MOST} it decodes too often"
     return None
-
-
-SMALL = 2**20  # weights
 
 
 def product(
@@ -56,7 +56,9 @@ def product(
 ) -> jax.Array:
     """x Wᵀ: ``[*batch, m, k]`` to ``[*batch, m, n]``; sums in float32, rounded once."""
     flat = x.reshape(-1, x.shape[-1])
-    cut = few.cut(packing, len(flat))
-    options: dict[str, Any] = {"packing": packing, "name": name, "interpret": interpret}
-    y = few.times_transposed(flat, weight, n, cut=cut, **options)
+    m, options = len(flat), {"packing": packing, "name": name, "interpret": interpret}
+    if m <= few.most(x.dtype):
+        y = few.times_transposed(flat, weight, n, cut=few.cut(packing), **options)
+    else:
+        y = dots.times_transposed(flat, weight, n, cut=dots.cut(m, x.dtype), **options)
     return y.reshape(*x.shape[:-1], n)

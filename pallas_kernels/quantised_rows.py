@@ -76,7 +76,7 @@ def kernel(*refs: Any, packing: Packing, cut: Cut) -> None:
         """Weights times activations, as the op says it."""
         plain = parts * codes + parts * packing.offset
         for j, code in enumerate(part.codes):
-            weights = (code.exact() - part.less) * part.scale
+            weights = code.exact(part.less) * part.scale
             weights = weights if part.minimum is None else weights + part.minimum
             for i in range(m):
                 total[i] = plus(total[i], weights, x(i, plain + p * codes + j))
@@ -121,13 +121,17 @@ def kernel(*refs: Any, packing: Packing, cut: Cut) -> None:
 
 
 SMALL = 2.0**-40
-FEW = 8  # rows of activations
 
 
-def cut(packing: Packing, m: int) -> Cut:
+def most(dtype: Any) -> int:
+    """Rows of activations for which this is faster than tensor cores."""
+    return 4 if dtype.itemsize == 2 else 8
+
+
+def cut(packing: Packing) -> Cut:
     """As measured on an H200."""
-    units = min(128, max(power_of_two(packing.units), 32))
-    return Cut(2, units, 4)
+    units = min(max(power_of_two(packing.units), 32), 128 if packing.whole else 64)
+    return Cut(2, units, 2 if packing.whole else 4)
 
 
 def ordered(x: jax.Array, packing: Packing, units: int) -> jax.Array:
