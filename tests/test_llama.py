@@ -5,6 +5,7 @@ The models are random and small.  What each weight is, the packages say that pac
 
 import dataclasses
 import json
+import random
 import re
 import sys
 
@@ -19,6 +20,8 @@ import pytest
 import fuel_jax
 from fuel_jax.formats.quantize import quantize, quantize_nf4
 from fuel_jax.fused.nf4_matmul import LEVELS
+
+from .formats.test_gguf import damaged
 
 gguf = pytest.importorskip("gguf", reason="the package that writes such files")
 
@@ -521,6 +524,20 @@ def test_gguf_tensors_that_no_op_takes(small, monkeypatch):
     monkeypatch.setattr(llama_files.gguf, "read", lambda path: changed)
     with pytest.raises(fuel_jax.FileError, match=r"'blk.0.attn_q.weight' is IQ4_NL, which no op"):
         llama_files.load(path, CONTEXT)
+
+
+def test_damaged_files_are_loaded_or_refused(small, tmp_path):
+    """Whatever is damaged in the header: sizes, names, numbers."""
+    rng, outcomes, path = random.Random(20261130), {True: 0, False: 0}, tmp_path / "model.gguf"
+    whole = small[0].read_bytes()
+    for _ in range(200):
+        path.write_bytes(damaged(whole, 1900, rng))
+        try:
+            llama_files.load(path, CONTEXT)
+            outcomes[True] += 1
+        except fuel_jax.FuelError:
+            outcomes[False] += 1
+    assert min(outcomes.values()) > 10
 
 
 @pytest.mark.parametrize(
