@@ -13,7 +13,7 @@ import pytest
 
 from fuel_jax.fused import awq_matmul as awq, nf4_matmul as nf4, qmatmul as gguf
 from fuel_jax.fused._gguf_blocks import FORMATS
-from pallas_kernels import quantised, quantised_rows
+from pallas_kernels import quantised, quantised_dot, quantised_rows
 from pallas_kernels.quantised_rows import Cut
 
 from .test_launch import lowered
@@ -102,6 +102,24 @@ def test_against_float64(name):
     assert np.isnan(run(infinite, *packed)[1]).all()
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("awq", "bfloat16"), ("Q4_1", "float32")])
+def test_on_tensor_cores_against_float64(name, dtype):
+    """Blocks of which none is full; the weight is rounded to the dtype of the activations."""
+    packed, packing, weight = WEIGHTS[name]()
+    n, k = weight.shape
+    x = jnp.asarray(RNG.normal(size=(5, k)), dtype)
+    cut = quantised_dot.Cut(16, 16, 32, 4, 2)
+    options = {"packing": packing, "name": "test", "interpret": True, "cut": cut}
+    got = quantised_dot.times_transposed(x, packed, n, **options)
+    assert got.dtype == dtype
+    rounded = np.asarray(jnp.asarray(weight, dtype), np.float64)
+    want = np.asarray(x, np.float64) @ rounded.T
+    bound = {"bfloat16": 2**-8, "float32": 2e-6}[dtype]
+    np.testing.assert_allclose(
+        np.asarray(got, np.float64), want, rtol=bound, atol=2e-6 * np.abs(want).max()
+    )
+
+
 OPS = {
     "awq": (awq.awq_matmul, {"group_size": 128}),
     "nf4": (nf4.nf4_matmul, {"block_size": 64}),
@@ -125,9 +143,49 @@ def operands(name, m, k, n, dtype):
 
 
 @pytest.mark.parametrize(
-    ("name", "m", "dtype"), [("awq", 1, "bfloat16"), ("nf4", 4, "float16"), ("Q6K", 1, "float32")]
+    ("name", "m", "dtype"),
+    [
+        *(("awq", 1, "bfloat16"), ("nf4", 4, "float16"), ("Q6K", 1, "float32")),
+        *(("awq", 100, "bfloat16"), ("nf4", 16, "bfloat16"), ("Q6K", 64, "float32")),
+    ],
 )
 def test_lowers(name, m, dtype):
     op, params = OPS[name]
     arrays = operands(name, m, 4096, 14336, dtype)
     assert f"fuel_{op.name}" in lowered(functools.partial(op, **params), *arrays)
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "k", "n", "dtype", "reason"),
+    [
+        ("awq", 1, 4096, 14336, "bfloat16", None),
+        ("nf4", 128, 4096, 14336, "float16", None),
+        ("awq", 129, 4096, 14336, "bfloat16", "decodes too often"),
+        ("awq", 1, 1024, 512, "bfloat16", "decoded as fast by XLA"),
+        ("nf4", 1, 4096, 14336, "float64", "float64 is left to XLA"),
+    ],
+)
+def test_choice(name, m, k, n, dtype, reason):
+    """What ``explain`` says."""
+    op, params = OPS[name]
+    with jax.enable_x64(dtype == "float64"):
+        (choice,) = (
+            c
+            for c in op.explain(*operands(name, m, k, n, dtype), **params).forward
+            if c.kernel.name == "triton"
+        )
+    if reason is None:
+        assert choice.serves == ("cuda",)
+    else:
+        assert reason in choice.why_not
+
+
+def test_what_no_tile_of_words_holds():
+    awq_params, nf4_params = {"group_size": 24}, {"block_size": 2}
+    of = jax.ShapeDtypeStruct
+    grouped = (of((4, 12), "uint32"), of((4, 1), "uint32"), of((4, 8), "float16"))
+    choices = awq.awq_matmul.explain(of((1, 96), "float32"), *grouped, **awq_params).forward
+    assert "groups of 24" in next(c.why_not for c in choices if c.kernel.name == "triton")
+    pair = (of((4, 1), "uint8"), of((4, 1), "float32"))
+    choices = nf4.nf4_matmul.explain(of((1, 2), "float32"), *pair, **nf4_params).forward
+    assert "not whole words" in next(c.why_not for c in choices if c.kernel.name == "triton")
