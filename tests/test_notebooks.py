@@ -39,3 +39,20 @@ def test_the_flax_model_has_what_its_notebook_says():
         "flash_attn": 2,
         "fused_softmax_cross_entropy": 1,
     }
+
+
+def test_the_mamba_notebook_runs_and_both_forms_of_its_blocks_agree():
+    pytest.importorskip("optax", reason="the notebook uses optax")
+    (path,) = (p for p in NOTEBOOKS if p.stem == "mamba")
+    names = {}
+    with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
+        for cell in code_cells(path):
+            exec("".join(cell["source"]), names)
+    assert set(names["apart"]) == {"Mamba", "Mamba-2"}
+    assert max(names["apart"].values()) < 1e-5
+    taken = names["memory"]["Mamba"]
+    assert taken["fuel"] < taken["plain"] / 2
+    for name in names["models"]:
+        fuel, plain = (names["curves"][name, kind] for kind in ("fuel", "plain"))
+        assert fuel == pytest.approx(plain, rel=1e-3)
+        assert fuel[-1] < fuel[0] - 1
