@@ -223,8 +223,10 @@ def choose(
     branches: dict[str, Callable[..., Any]] = {}
     for choice in decide(op, kernels, pin, avals, params):
         kernel, run = choice.kernel, functools.partial(choice.kernel.run, **params)
-        wrapped = over_devices if over_devices and kernel is not kernels[-1] else lambda run: run
-        branches |= dict.fromkeys(choice.serves, wrapped(run))
+        split: Callable[..., Any] = lambda run: run
+        if over_devices is not None and kernel is not kernels[-1]:
+            split = over_devices
+        branches |= {platform: split(run) for platform in choice.serves}
         if kernel.name == pin and not choice.serves:
             given = ", ".join(map(describe, avals))
             raise UnsupportedKernel(
@@ -232,7 +234,7 @@ def choose(
                 f"Without the pin another one serves; {op}.explain(...) says which."
             )
         if kernel.name == pin and kernel.platforms and kernel.interpretable:
-            branches["default"] = wrapped(functools.partial(run, interpret=True))
+            branches["default"] = split(functools.partial(run, interpret=True))
     if tuple(branches) == ("default",):
         return branches["default"]
     return functools.partial(lax.platform_dependent, **branches)

@@ -135,7 +135,9 @@ def rule_of(
     forms = {}
     for name, x in zip(signature.names(arrays), arrays, strict=True):
         operand = signature.operands[signature.inputs[0] if signature.variadic else name]
-        for form in operand.forms if x is not None else ():
+        if x is None:
+            continue
+        for form in operand.forms:
             if x.dtype.name in form.dtypes and fit(form.dim_str, x.shape, axes, name) is None:
                 forms[name] = form.dim_str
                 break
@@ -327,12 +329,12 @@ def by_partitioner(
         local = summed(part, rule, split)
         return mesh, local, named(rule.results), tuple(named(rule.operands))
 
+    inner: Any = rule.inner_sizes
     call.def_partition(
         partition,
-        infer_sharding_from_operands=None,
         sharding_rule=rule.text,
         need_replication_factors=rule.whole,
-        **rule.inner_sizes,
+        **inner,
     )
     batched = jax.custom_batching.custom_vmap(lambda *arrays: call(*arrays))
 

@@ -111,7 +111,9 @@ def ring_attention(
         )
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "return_lse": True}
     blocks = Blocks.of(order if causal else "all", options)
-    o, lse = ring(axis, blocks, *vary_alike([*vary_over(axis, q, k, v)]))
+    given = vary_alike(vary_over(axis, q, k, v))
+    found: Any = ring(axis, blocks, *given)
+    o, lse = found
     return (o.astype(q.dtype), lse) if return_lse else o.astype(q.dtype)
 
 
@@ -208,8 +210,8 @@ def combined(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Arr
 
 def save(axis: str, blocks: Blocks, q: Array, k: Array, v: Array) -> Any:
     """Nothing but this device's own."""
-    o, lse = ring(axis, blocks, q, k, v)
-    return (o, lse), (q, k, v, o, lse)
+    found: Any = ring(axis, blocks, q, k, v)
+    return found, (q, k, v, *found)
 
 
 def pull_back(axis: str, blocks: Blocks, saved: Any, cotangents: Any) -> tuple[Array, ...]:

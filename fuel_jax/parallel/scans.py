@@ -7,7 +7,7 @@ before.  Those are gathered, each device finds the state before its part, and ru
 import jax.numpy as jnp
 from jax import lax
 
-from .. import fused
+from ..fused import selective_scan as mamba, ssd_chunk_scan as mamba2
 from ..fused.selective_scan import step_size
 from ..numerics import wide
 from ..types import Array
@@ -61,7 +61,7 @@ def selective_scan(
     Returns:
         The pair ``(y, last_state)``: this device's steps, and h after the last step of all.
     """
-    run = fused.selective_scan.selective_scan
+    run = mamba.selective_scan
     _, added = run(u, delta, a, b, c, delta_softplus=delta_softplus)
     total = jnp.sum(step_size(delta, delta_softplus), 1)
     kept = jnp.exp(total[..., None] * wide(a))
@@ -99,7 +99,7 @@ def ssd_chunk_scan(
     Returns:
         The pair ``(y, last_state)``: this device's steps, and H after the last step of all.
     """
-    run = fused.ssd_chunk_scan.ssd_chunk_scan
+    run = mamba2.ssd_chunk_scan
     _, added = run(x, dt, a, b, c, chunk_size=chunk_size)
     kept = jnp.exp(jnp.sum(wide(dt), 1) * wide(a))[..., None, None]
     start = state_before(added, kept, initial_state, axis)
