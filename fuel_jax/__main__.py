@@ -91,7 +91,7 @@ def run_profile(given: Sequence[str]) -> int:
         "--op",
         action="append",
         metavar="OP",
-        help="this op, on all its examples; repeatable.  Otherwise the first example of each op",
+        help="this op, on all its examples, and its gradient; repeatable.  Otherwise every op once",
     )
     parser.add_argument(
         "--dtype",

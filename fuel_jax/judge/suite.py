@@ -20,6 +20,7 @@ import numpy as np
 from .. import _check
 from .._choose import Kernel, describe
 from .._examples import dtypes_of, filled
+from .._fused import FusedOp
 from .._op import Call as Static, Op, abstract
 from ..errors import FileError, FuelError
 from ..registry import builtin
@@ -39,16 +40,18 @@ ROUNDS, ROUND = 7, 4e-3  # seconds of each implementation in a round
 
 
 class Call(NamedTuple):
-    """An op on an example, grown or not, in a dtype."""
+    """An op on an example, grown or not, in a dtype; or the op that computes its gradient there."""
 
     op: Op
     example: dict[str, Any]
     dtype: str
+    gradient: bool = False
 
     def __str__(self) -> str:
         arrays, params = arguments(self.op, self.example)
         shown = [describe(x) for x in arrays] + [f"{n}={v!r}" for n, v in params.items()]
-        return f"{self.op.name}({', '.join(shown)}) in {self.dtype}"
+        of = "gradient of " * self.gradient
+        return f"{of}{self.op.name}({', '.join(shown)}) in {self.dtype}"
 
 
 def calls(
@@ -56,15 +59,23 @@ def calls(
     dtypes: Sequence[str] = DTYPES,
     sizes: Sequence[int] = SIZES,
 ) -> list[Call]:
-    """The default suite: every op's first example.  Of ops that are named, every example."""
+    """The default suite: every op's first example.  Of ops that are named, all, and gradients."""
     found = []
     for op in every() if ops is None else ops:
         examples = list(op.examples())
         for example in examples if ops is not None else examples[:1]:
             several = [grown(op, example, most) for most in sizes]
             distinct = {str(shapes(op, e)): e for e in several}.values()
-            found += [Call(op, e, d) for e in distinct for d in dtypes_of(op) if d in dtypes]
+            ways = (False, True) if ops is not None and has_own_backward(op) else (False,)
+            asked = [d for d in dtypes_of(op) if d in dtypes]
+            found += [Call(op, e, d, way) for way in ways for e in distinct for d in asked]
     return found
+
+
+def has_own_backward(op: Op) -> bool:
+    """Whether an op outside the vocabulary computes its gradient: nobody else calls that."""
+    backward = getattr(op, "backward", None)
+    return isinstance(backward, FusedOp) and backward.kind is None
 
 
 def every() -> list[Op]:
@@ -219,25 +230,41 @@ def profile(
     """
     for i, call in enumerate(asked):
         with jax.enable_x64(call.dtype == "float64" or x64_enabled()):
-            arrays, params, entry = prepared(call)
-            kernels = serving(call.op, arrays, params)
+            op, arrays, params, entry = prepared(call)
+            kernels = serving(op, arrays, params)
             if is_current(report.get(entry.key), kernels):
                 continue
-            entry = measured(call.op, kernels, arrays, params, entry)
+            entry = measured(op, kernels, arrays, params, entry)
         report.add(entry)
         report.save(path)
         yield i + 1, entry
 
 
-def prepared(call: Call) -> tuple[list[Any], dict[str, Any], Entry]:
-    """Data on the device, parameters, and the entry, without times."""
-    op = call.op
+def prepared(call: Call) -> tuple[Op, list[Any], dict[str, Any], Entry]:
+    """The op to run, data on the device, parameters, and the entry, without times."""
+    op: Op = call.op
     arrays, params = filled(op, call.example, call.dtype)
     arrays = [np.asarray(x, np.int32) if isinstance(x, int) else x for x in arrays]
     given = [None if x is None else jax.device_put(x) for x in arrays]
+    if call.gradient:
+        op, given, params = pulled_back(op, given, params)
     bound, held = op._bind(given, params)
     entry = Entry(op.name, operands(abstract(held)), {n: plain(v) for n, v in bound.items()}, {})
-    return given, params, entry
+    return op, given, params, entry
+
+
+def pulled_back(
+    op: Any, given: list[Any], params: dict[str, Any]
+) -> tuple[Op, list[Any], dict[str, Any]]:
+    """What its backward is given after this call: operands, outputs, and random cotangents."""
+    backward = op.backward
+    asked, held = op._bind(given, params)
+    params = asked | op._returning_all()
+    pool = op._named(params, held, jax.jit(functools.partial(op.body, **params))(*held))
+    rng = np.random.default_rng(0)
+    normal = lambda y: jax.device_put(np.asarray(rng.normal(size=y.shape) / 2).astype(y.dtype))
+    pool |= op._cotangents(asked, tuple(normal(pool[n]) for n in op._present(asked)))
+    return backward, [pool[n] for n in backward.inputs], {n: params[n] for n in backward.params}
 
 
 def serving(op: Op, arrays: Sequence[Any], params: dict[str, Any]) -> list[Kernel]:

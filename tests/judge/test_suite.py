@@ -13,7 +13,7 @@ import pytest
 import fuel_jax
 from fuel_jax.__main__ import main
 from fuel_jax.errors import FileError
-from fuel_jax.judge import Entry, ProfileReport, suite
+from fuel_jax.judge import Entry, ProfileReport, by_report, suite
 from fuel_jax.judge.machine import machine
 from fuel_jax.types import Array, Floats
 
@@ -138,6 +138,31 @@ class TestMeasured:
             entry = entry_of(op_of(), tmp_path / "r.json", dtype)
         assert entry.operands == (f"{dtype}[3,5]",)
         assert entry.kernels["xla"].error <= 1
+
+
+class TestGradients:
+    def test_a_backward_outside_the_vocabulary_is_measured_on_what_the_op_saves(self, tmp_path):
+        op = fuel_jax.fused_softmax_cross_entropy
+        (example, *_) = op.examples()
+        report = ProfileReport({"platform": "cpu", "date": "2026-12-01"})
+        calls = [suite.Call(op, example, "float32", gradient=True)]
+        ((_, entry),) = suite.profile(report, tmp_path / "r.json", calls)
+        assert entry.op == op.backward.name
+        assert {"rows", "xla"} <= set(entry.kernels)
+        # The log-sum-exps are the op's: with others its kernels would be off by millions.
+        assert all(timing.error <= 1 for timing in entry.kernels.values())
+        logits, targets = jnp.zeros((4, 11), "float32"), jnp.zeros(4, "int32")
+        with by_report(report):
+            backward = op.explain(logits, targets).backward
+        assert any("(report of 2026-12-01)" in str(choice) for choice in backward)
+
+    def test_which_ops_have_one(self):
+        named = {op.name for op in suite.every() if suite.has_own_backward(op)}
+        assert {"flash_attn", "conv2d", "qmatmul"} <= named
+        assert named.isdisjoint({"softmax_last_dim", "exp", "sum_reduce"})
+        found = suite.calls([fuel_jax.conv2d], ("float32",), (2**4,))
+        assert [call.gradient for call in found].count(True) == len(found) / 2
+        assert any(str(call).startswith("gradient of conv2d(") for call in found)
 
 
 class TestDeviceTime:
