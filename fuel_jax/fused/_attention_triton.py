@@ -17,10 +17,20 @@ from pallas_kernels.attention import Tile
 from ..types import Array
 from . import _attention as maths
 
-WIDEST = 256  # of a head
+WIDEST = 256  # of a head, for its rows to fit on the chip
 TOGETHER = 64  # rows of a group's heads that one program takes at once, at most
 PROGRAMS = 264  # two on each of 132 multiprocessors
 PART = 256  # keys that are worth a program of their own
+
+# By the width of a head, up to:
+FORWARD = {64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 4, 2), 256: Tile(128, 32, 8, 3)}
+KEYS = {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 64, 8, 1)}
+QUERIES = {64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)}
+
+
+def by_width(tiles: dict[int, Tile], width: int) -> Tile:
+    """The tile for heads of a width."""
+    return next(tile for most, tile in tiles.items() if width <= most)
 
 
 def refuses(q, k, v, *operands, **params) -> str | None:
@@ -55,10 +65,7 @@ def forward_plan(b: int, h: int, hk: int, sq: int, sk: int, width: int) -> dict[
     """Tile, whether a group's heads share a program, and how many programs share the keys."""
     rows = sq * (h // hk)
     packed = rows <= TOGETHER
-    if packed:
-        tile = Tile(power_of_two(max(rows, 16)), 64, 4, 3)
-    else:
-        tile = Tile(128, 64, 4, 2) if width <= 128 else Tile(64, 64, 4, 2)
+    tile = Tile(power_of_two(max(rows, 16)), 64, 4, 3) if packed else by_width(FORWARD, width)
     programs = b * (hk if packed else h * cdiv(sq, tile.rows))
     parts = min(max(1, PROGRAMS // programs), cdiv(sk, PART))
     return {"tile": tile, "packed": packed, "parts": parts}
@@ -79,12 +86,12 @@ def forward(q, k, v, alibi, k_len, *, return_lse, interpret=False, **params):
 def backward(q, k, v, o, lse, do, dlse, alibi, k_len, *, interpret=False, **params):
     """``flash_attn_backward``."""
     b, (sk, dv) = len(q), v.shape[2:]
-    wide = max(q.shape[-1], dv) > 128
+    width = max(q.shape[-1], dv)
     dq, dk, dv, dslopes = kernels.gradients(
         *(q, k, v, o, lse, do, dlse, alibi, lengths_of(k_len, b, sk)),
         rules=rules_of(q, sk, **params),
-        of_keys=Tile(32, 64, 8, 2) if wide else Tile(64, 64, 4, 2),
-        of_queries=Tile(64, 32, 8, 2) if wide else Tile(128, 64, 8, 3),
+        of_keys=by_width(KEYS, width),
+        of_queries=by_width(QUERIES, width),
         interpret=interpret,
     )
     return dq, dk, dv, None if dslopes is None else dslopes.sum((0, 2)).astype(alibi.dtype)
