@@ -32,7 +32,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._launch import cdiv, exp, launch, like, power_of_two, program_id, triton, unavailable, write
+from ._launch import (
+    LIMIT,
+    cdiv,
+    exp,
+    launch,
+    like,
+    power_of_two,
+    program_id,
+    triton,
+    unavailable,
+    write,
+)
 from ._rows import counted
 
 Block = jax.Array  # of a matrix
@@ -69,13 +80,16 @@ def refuses(x: Any, dt: Any, a: Any, b: Any, *rest: Any, **params: Any) -> str |
     return unavailable(x, b)
 
 
-def refuses_gradient(x: Any, *rest: Any, **params: Any) -> str | None:
+def refuses_gradient(x: Any, dt: Any, a: Any, b: Any, *rest: Any, **params: Any) -> str | None:
     """Why the gradient cannot be served, or None."""
-    if x.shape[-1] > BACKWARD.width:
-        return f"heads of {x.shape[-1]} do not fit on chip; at most {BACKWARD.width}"
-    if x.shape[1] > GRID * BACKWARD.steps:
-        return f"{x.shape[1]} steps; at most {GRID * BACKWARD.steps}"
-    return refuses(x, *rest, **params)
+    batch, length, heads, p = x.shape
+    if PIECES * batch * cdiv(length, BACKWARD.steps) * heads * p * b.shape[-1] >= LIMIT:
+        return "states between blocks would be 2³¹ numbers or more"
+    if p > BACKWARD.width:
+        return f"heads of {p} do not fit on chip; at most {BACKWARD.width}"
+    if length > GRID * BACKWARD.steps:
+        return f"{length} steps; at most {GRID * BACKWARD.steps}"
+    return refuses(x, dt, a, b, *rest, **params)
 
 
 # -- sums of dt · a ------------------------------------------------------------------------

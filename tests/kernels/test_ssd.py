@@ -104,9 +104,9 @@ def test_lowers(batch, length, heads, p, groups, n, dtype):
 def test_what_is_left_to_xla():
     shape = lambda dtype, *s: jax.ShapeDtypeStruct(s, dtype)
 
-    def explained(dtype="bfloat16", p=64, n=128):
-        xs = [shape(dtype, 1, 64, 4, p), shape(dtype, 1, 64, 4), shape(dtype, 4)]
-        said = op.ssd_chunk_scan.explain(*xs, *[shape(dtype, 1, 64, 1, n)] * 2)
+    def explained(dtype="bfloat16", p=64, n=128, length=64):
+        xs = [shape(dtype, 8, length, 4, p), shape(dtype, 8, length, 4), shape(dtype, 4)]
+        said = op.ssd_chunk_scan.explain(*xs, *[shape(dtype, 8, length, 1, n)] * 2)
         return [str(choices[0].why_not) for choices in (said.forward, said.backward)]
 
     assert all("float32 is left to XLA" in why for why in explained("float32"))
@@ -114,3 +114,6 @@ def test_what_is_left_to_xla():
     forward, backward = explained(p=128)
     assert "heads of 128" in backward
     assert "heads" not in forward
+    forward, backward = explained(length=2**18)
+    assert "states between blocks" in backward
+    assert "states between" not in forward
