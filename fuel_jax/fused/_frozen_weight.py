@@ -42,6 +42,34 @@ def times(g: Array, rows: Rows, n: int) -> Array:
     return jnp.einsum("...n,nk->...k", g, rows(0, n), precision=product_precision())
 
 
+def times_transposed_rounded(x: Array, rows: Rows, n: int) -> Array:
+    """x Wᵀ, W rounded to the dtype of x."""
+    w = rows(0, n).astype(x.dtype)
+    return jnp.einsum("...k,nk->...n", x, w, precision=product_precision(x))
+
+
+def times_rounded(g: Array, rows: Rows, n: int) -> Array:
+    """g W, W rounded to the dtype of g."""
+    w = rows(0, n).astype(g.dtype)
+    return jnp.einsum("...n,nk->...k", g, w, precision=product_precision(g))
+
+
+def refuses_rounded(x, *rest, **params) -> str | None:
+    """Activations that the weight would lose digits for."""
+    if x.dtype.itemsize != 2:
+        return f"the weight has more digits than it would keep beside {x.dtype.name}"
+    return "there is nothing to sum" if 0 in (x.size, *(w.size for w in rest)) else None
+
+
+def declines_rounded(x, *rest, **params) -> str | None:
+    """Rows so few that writing the weight down takes longer than multiplying with it."""
+    m = x.size // x.shape[-1]
+    return f"{m} rows are too few to write the weight down for" if m < MANY else None
+
+
+MANY = 64  # rows of activations
+
+
 def times_transposed_blocked(x: Array, rows: Rows, n: int) -> Array:
     """x Wᵀ, a block of rows at a time; the same values."""
     size = block_rows(n, x.shape[-1])

@@ -1,5 +1,7 @@
 """Product with an AWQ weight: 4-bit codes, a zero point and a scale for each group of a row."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,11 +16,15 @@ from ..registry import fused_op
 from ..types import Array, Floats, Halves, Words
 from ._frozen_weight import (
     Rows,
+    declines_rounded,
     fits_one_block,
+    refuses_rounded,
     times,
     times_blocked,
+    times_rounded,
     times_transposed,
     times_transposed_blocked,
+    times_transposed_rounded,
 )
 from ._lanes import field, materialised, products, several
 
@@ -176,8 +182,9 @@ def awq_matmul(
     """activations @ Wᵀ,  W[n, k] = (code[n, k] − zero[n, g]) · scales[n, g],  g = k // group_size.
 
     AutoAWQ's GEMV layout.  Weights are exact for F16 scales; products are summed in float32
-    (float64 for float64 activations) and rounded once.  The weight is frozen; ``activations`` has a
-    gradient.
+    (float64 for float64 activations) and rounded once.  On NVIDIA GPUs more than four rows of half
+    activations meet a weight rounded to their dtype, for the tensor cores.  The weight is frozen;
+    ``activations`` has a gradient.
 
     Args:
         activations: ``[*batch, m, k]``.
@@ -275,3 +282,28 @@ def awq_matmul_by_triton(
     packing = quantised.awq(words, group_size)
     options = {"name": "awq_matmul", "interpret": interpret}
     return kernels.product(activations, (weight, zeros, scales), n, packing, **options)
+
+
+rounded: dict[str, Any] = {
+    "platforms": ("cuda",),
+    "refuses": refuses_rounded,
+    "declines": declines_rounded,
+}
+
+
+@awq_matmul.kernel("rounded", **rounded)
+def awq_matmul_rounded(
+    activations, weight, zeros, scales, *, group_size, split_k_iters, interpret=False
+):
+    """The weight rounded to the dtype of the activations, for the tensor cores."""
+    rows = decoder(weight, zeros, scales, jnp.float32, group_size=group_size)
+    return times_transposed_rounded(activations, rows, weight.shape[0])
+
+
+@awq_matmul_backward.kernel("rounded", **rounded)
+def awq_matmul_backward_rounded(
+    upstream, weight, zeros, scales, *, group_size, split_k_iters, interpret=False
+):
+    """The weight rounded to the dtype of the cotangent, for the tensor cores."""
+    rows = decoder(weight, zeros, scales, jnp.float32, group_size=group_size)
+    return times_rounded(upstream, rows, weight.shape[0])

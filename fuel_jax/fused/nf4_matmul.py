@@ -1,5 +1,7 @@
 """Product with a 4-bit NormalFloat weight."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,11 +16,15 @@ from ..registry import fused_op
 from ..types import Array, Bytes, Floats, Wide
 from ._frozen_weight import (
     Rows,
+    declines_rounded,
     fits_one_block,
+    refuses_rounded,
     times,
     times_blocked,
+    times_rounded,
     times_transposed,
     times_transposed_blocked,
+    times_transposed_rounded,
 )
 from ._lanes import materialised, products, several
 
@@ -171,8 +177,9 @@ def nf4_matmul(
     """activations @ Wᵀ,  W[n, k] = level[code[n, k]] · absmax[n, k // block_size].
 
     The weights are those of bitsandbytes in float32; products are summed in float32 (float64 for
-    float64 activations) and rounded once.  Codes and scales are frozen; ``activations`` has a
-    gradient.
+    float64 activations) and rounded once.  On NVIDIA GPUs more than four rows of half activations
+    meet a weight rounded to their dtype, for the tensor cores, as in bitsandbytes.  Codes and
+    scales are frozen; ``activations`` has a gradient.
 
     Args:
         activations: ``[*batch, m, k]``.
@@ -280,3 +287,28 @@ def nf4_matmul_by_triton(
     packing = quantised.nf4(half_k // 4, block_size, low_nibble_first, LEVELS)
     options = {"name": "nf4_matmul", "interpret": interpret}
     return kernels.product(activations, (words, absmax), n, packing, **options)
+
+
+rounded: dict[str, Any] = {
+    "platforms": ("cuda",),
+    "refuses": refuses_rounded,
+    "declines": declines_rounded,
+}
+
+
+@nf4_matmul.kernel("rounded", **rounded)
+def nf4_matmul_rounded(
+    activations, w_packed, absmax, *, block_size, low_nibble_first, interpret=False
+):
+    """The weight rounded to the dtype of the activations, for the tensor cores."""
+    rows = decoder(w_packed, absmax, jnp.float32, low_nibble_first=low_nibble_first)
+    return times_transposed_rounded(activations, rows, w_packed.shape[0])
+
+
+@nf4_matmul_backward.kernel("rounded", **rounded)
+def nf4_matmul_backward_rounded(
+    upstream, w_packed, absmax, *, block_size, low_nibble_first, interpret=False
+):
+    """The weight rounded to the dtype of the cotangent, for the tensor cores."""
+    rows = decoder(w_packed, absmax, jnp.float32, low_nibble_first=low_nibble_first)
+    return times_rounded(upstream, rows, w_packed.shape[0])
