@@ -140,7 +140,11 @@ def profile_ops(asked: argparse.Namespace) -> int:
         print("\n".join(map(str, calls)))
         return 0
     path = asked.out or default_path()
-    report = suite.opened(path)
+    try:
+        report = suite.opened(path)
+        report.save(path)  # now, rather than fail to after the first minute
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror}. Name another file with --out.") from None
     print(f"{len(calls)} calls into {path}; {len(report.entries)} are there", flush=True)
     try:
         with progress.shown(len(calls)) as told:

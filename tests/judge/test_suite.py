@@ -270,6 +270,14 @@ class TestCommand:
         assert "damaged" in capsys.readouterr().err
         assert (tmp_path / "r.json").read_text() == "{"
 
+    def test_a_report_that_cannot_be_written_is_exit_2_at_once(self, capsys, tmp_path, monkeypatch):
+        monkeypatch.setattr(suite, "ceilings", dict)
+        monkeypatch.setattr(suite, "profile", lambda *arguments: pytest.fail("measured"))
+        (tmp_path / "file").touch()
+        arguments = ["--op", "exp", "--tiny", "--out", str(tmp_path / "file" / "r.json")]
+        assert main(["profile", *arguments]) == 2
+        assert "Name another file with --out." in capsys.readouterr().err
+
     def test_an_unknown_op_is_exit_2(self, capsys):
         assert main(["profile", "--op", "exq"]) == 2
         assert "did you mean" in capsys.readouterr().err
