@@ -18,7 +18,9 @@ dt · a is summed within blocks first: a stretch decays by the difference of two
 kept as unrounded pairs, or a strong decay would take the digits of what comes after it.
 
 A product takes bfloat16.  What is not is cut into pieces that are, of 8 bits each: float16 is two,
-scores and states are two, what is added to a state is three, for it is returned in float32.
+scores and states are two, what is added to a state is three, for it is returned in float32.  The
+gradient of bfloat16 makes do with one of every state between blocks, a rounding like its own: two
+take twice as long.
 
 Dao & Gu 2024, arXiv:2405.21060.
 """
@@ -374,7 +376,7 @@ def edges_kernel(*refs: Any, tile: Tile, reverse: bool) -> None:
 
     def step(i, h):
         j = blocks - 1 - i if reverse else i
-        for k, piece in enumerate(pieces(h)):
+        for k, piece in enumerate(pieces(h, edges_ref.shape[0])):
             at = (k, here.row, j, here.head, here.state[:, None], here.column[None, :])
             write(edges_ref, at, piece, here.mask)
         t = j * tile.steps + counted(tile.steps)
@@ -403,7 +405,8 @@ def edges(
     batch, length, heads, p = x.shape
     n = b.shape[-1]
     tile = tile._replace(width=min(tile.width, block_of(p)))
-    shape = (PIECES, batch, cdiv(length, tile.steps), heads, n, p)
+    kept = 1 if x.dtype == jnp.bfloat16 else PIECES
+    shape = (kept, batch, cdiv(length, tile.steps), heads, n, p)
     return launch(
         functools.partial(edges_kernel, tile=tile, reverse=reverse),
         "ssd_cotangents" if reverse else "ssd_states",
@@ -443,7 +446,7 @@ def gradient_kernel(*refs: Any, tile: Tile, each: int) -> None:
             (row, j, head, state[:, None], column[None, :]),
             inside(state, n, column, p),
         )
-        edge = lambda ref: [load(ref, (k, *at_edge), of_edge) for k in range(PIECES)]
+        edge = lambda ref: [load(ref, (k, *at_edge), of_edge) for k in range(h_ref.shape[0])]
         h, dh = edge(h_ref), edge(dh_ref)
         decay = Decay.read(sums_refs, row, head, j, tile.steps)
         dt, rest, between = decay.dt[:, None], decay.rest, decay.between(turned=True)

@@ -32,11 +32,12 @@ def in_float64(xs):
     return [None if x is None else x.astype("float64") for x in xs]
 
 
-def within_promise(got, want):
+def within_promise(got, want, roundings=1):
     for y, w in zip(got, want, strict=True):
         assert y.shape == w.shape
         error = abs(np.asarray(y, np.float64) - w).max()
-        assert error <= op.PRECISION.tolerance(y.dtype) * max(abs(w).max(), 1)
+        bound = roundings * op.PRECISION.tolerance(y.dtype)
+        assert error <= bound * max(abs(w).max(), 1)
 
 
 SHAPES = st.tuples(
@@ -67,7 +68,7 @@ def test_gradient(shape, continued, splits):
     want = jax.jit(body)(*in_float64([*xs, *given]))
     got = kernels.gradient(*xs, *given, interpret=True, tile=BACKWARD, edge=FORWARD, splits=splits)
     assert [d.dtype for d in got] == [dtype] * 5 + ["float32"]
-    within_promise(got, want)
+    within_promise(got, want, roundings=2 if dtype == "bfloat16" else 1)  # of states, too
 
 
 def test_strong_decays_leave_the_digits_of_what_follows():
