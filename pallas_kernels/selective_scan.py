@@ -34,6 +34,7 @@ from ._launch import (
     fma,
     launch,
     like,
+    packed,
     power_of_two,
     program_id,
     read,
@@ -63,9 +64,9 @@ class Tile(NamedTuple):
     pieces: int
     """In which the states of a channel are cut."""
     steps: int
-    """Written out in a loop's body."""
-    ahead: bool = False
-    """Whether b and c of the next steps are on their way, as u and Δ are."""
+    """Written out in a loop's body.  Forward, u and Δ are read as many steps ahead."""
+    near: int = 4
+    """Steps that b and c are read ahead: they come from the cache."""
 
     def across(self, states: int) -> int:
         """Threads side by side that hold different channels."""
@@ -74,6 +75,10 @@ class Tile(NamedTuple):
     def blocks(self, d: int, states: int) -> int:
         """Programs of a sequence."""
         return cdiv(d, self.channels * self.across(states))
+
+
+SHORTEST = 64  # steps of a part of a sequence
+PROGRAMS = 1024  # that fill the chip: two for each of four schedulers of 132 multiprocessors
 
 
 class Size(NamedTuple):
@@ -88,9 +93,9 @@ class Size(NamedTuple):
     states: int
 
 
-FORWARD = Tile(channels=1, pieces=4, steps=4)
-EDGES = Tile(channels=1, pieces=4, steps=8)
-BACKWARD = Tile(channels=2, pieces=1, steps=8)
+FORWARD = Tile(channels=1, pieces=2, steps=16)
+EDGES = Tile(channels=1, pieces=2, steps=16)
+BACKWARD = Tile(channels=2, pieces=1, steps=4)
 
 
 # -- what a program does -------------------------------------------------------------------
@@ -137,7 +142,9 @@ class Program:
 
     def write_per_channel(self, name: str, row: Any, k: int, values: PerChannel) -> None:
         """The other way."""
-        places = self.of_channels(row, k)
+        places, dtype = self.of_channels(row, k), self.refs[name].dtype
+        if dtype.itemsize == 2:
+            values = in_halves(values, dtype)
         for value, at, mask in zip(values, places, self.inside, strict=True):
             write(self.refs[name], (at,), value, mask)
 
@@ -151,11 +158,15 @@ class Program:
         return [read(self.refs[name], (at,))[None, :] for at in self.of_states(row, k)]
 
     def write_per_state(self, name: str, row: Any, k: int, values: PerState) -> None:
-        """One for this block of channels.  As a matrix: where it is, no thread need move it."""
+        """One for this block of channels; every thread that has it writes the same.
+
+        As a vector it would be dealt out between the threads again, with a barrier.
+        """
         blocks, rows = self.tile.blocks(self.size.d, self.size.n), self.size.rows
         row = bounded(self.block * rows + row, blocks * rows)
+        spread = lambda x: jnp.broadcast_to(x, self.shape)
         for value, at in zip(values, self.of_states(row, k), strict=True):
-            write(self.refs[name], (at[None, :],), value[None, :])
+            write(self.refs[name], (spread(at[None, :]),), spread(value[None, :]))
 
     def of_states(self, row: Any, k: int) -> list[jax.Array]:
         """Where they are."""
@@ -233,6 +244,14 @@ def products(xs: PerChannel, ys: PerChannel) -> PerChannel:
     return [x * y for x, y in zip(xs, ys, strict=True)]
 
 
+def in_halves(values: PerChannel, dtype: Any) -> PerChannel:
+    """Rounded two at a time."""
+    pairs = list(zip(values[::2], values[1::2] or values, strict=False))
+    words = [packed(low, high, dtype) for low, high in pairs]
+    halves = [x.astype(jnp.int16) for word in words for x in (word, word >> 16)]
+    return [lax.bitcast_convert_type(x, dtype) for x in halves[: len(values)]]
+
+
 # -- Δ -------------------------------------------------------------------------------------
 
 # ln(1 + e) / e on [0, 1], by Chebyshev's polynomial of degree 8: right to 2e-7.
@@ -265,62 +284,70 @@ def step_size(softplus_: bool) -> Activation:
 
 
 def forward_kernel(
-    *refs: Any, names: list[str], size: Size, tile: Tile, activate: Activation
+    *refs: Any,
+    names: list[str],
+    size: Size,
+    tile: Tile,
+    activate: Activation,
+    every: int | None = None,
 ) -> None:
     """Some channels of one sequence, from its beginning to its end.
 
-    Either ``y`` and the last state are wanted, or the state before every block of steps.
+    Wanted are ``y``, the last state, or the state before every few steps, of which those of the
+    tile are a multiple.
     """
     my = Program(dict(zip(names, refs, strict=True)), size, tile)
-    wanted = "y" in my.refs
+    wanted = my.refs.keys()
     a = my.matrix("a")
-    full, rest = divmod(size.length, tile.steps)
+    full = size.length // tile.steps
 
     def given(row, k):
         return my.per_channel("delta", row, k), my.per_channel("u", row, k)
 
     def projections(row, k):
-        return my.per_state("b", row, k), my.per_state("c", row, k) if wanted else None
+        return my.per_state("b", row, k), my.per_state("c", row, k) if "y" in wanted else None
 
     def step(row, k, h, given, projections):
         (delta, u), (b, c) = given, projections
         sizes = list(map(activate, delta))
         h = advance(h, sizes, products(sizes, u), a, b)
-        if wanted:
+        if "y" in wanted:
             my.write_per_channel("y", row, k, [my.over_states(states, c) for states in h])
         return h
 
-    def block(i, of):
-        row = my.row(i * tile.steps)
-        return [of(row, k) for k in range(tile.steps)]
-
     def body(i, carry):
-        h, *now = carry
-        following = jnp.minimum(i + 1, full - 1)
-        ahead = block(following, given), block(following, projections) if tile.ahead else None
-        if not tile.ahead:
-            now[1] = block(i, projections)
-        if not wanted:
-            my.write_matrix("edges", h, my.sequence, i)
-        row = my.row(i * tile.steps)
-        for k, (xs, ys) in enumerate(zip(*now, strict=True)):
-            h = step(row, k, h, xs, ys)
-        return h, *ahead
+        h, xs, ys = carry
+        xs, ys = list(xs), list(ys)
+        row, following = (my.row(x * tile.steps) for x in (i, jnp.minimum(i + 1, full - 1)))
+        for k in range(tile.steps):
+            x, y = xs[k], ys[k % tile.near]
+            # Into the registers that this step leaves.
+            xs[k] = given(following, k)
+            later = k + tile.near
+            at = (row, later) if later < tile.steps else (following, later - tile.steps)
+            ys[k % tile.near] = projections(*at)
+            if every and k % every == 0:
+                my.write_matrix("edges", h, my.sequence, (i * tile.steps + k) // every)
+            h = step(row, k, h, x, y)
+        return h, xs, ys
 
     h, first = my.matrix_or_zeros("start"), np.int32(0)
     if full:
-        now = block(first, given), block(first, projections) if tile.ahead else None
-        h, *_ = lax.fori_loop(first, np.int32(full), body, (h, *now))
-    if rest and not wanted:
-        my.write_matrix("edges", h, my.sequence, full)
-    if rest and wanted:
+        row = my.row(first)
+        xs = [given(row, k) for k in range(tile.steps)]
+        ys = [projections(row, k) for k in range(tile.near)]
+        h, *_ = lax.fori_loop(first, np.int32(full), body, (h, xs, ys))
 
-        def one(t, h):
-            row = my.row(t)
-            return step(row, 0, h, given(row, 0), projections(row, 0))
+    def one(t, h):
+        row = my.row(t)
+        return step(row, 0, h, given(row, 0), projections(row, 0))
 
-        h = lax.fori_loop(np.int32(full * tile.steps), np.int32(size.length), one, h)
-    if wanted:
+    for begin in range(full * tile.steps, size.length, every or tile.steps):
+        if every:
+            my.write_matrix("edges", h, my.sequence, begin // every)
+        end = min(begin + (every or tile.steps), size.length)
+        h = lax.fori_loop(np.int32(begin), np.int32(end), one, h)
+    if "last" in wanted:
         my.write_matrix("last", h, my.sequence)
 
 
@@ -417,6 +444,13 @@ def refuses(u: Any, delta: Any, a: Any, b: Any, c: Any, *rest: Any, **params: An
     return unavailable(u, delta, a, b, c)
 
 
+def declines(u: Any, *rest: Any, **params: Any) -> str | None:
+    """Where XLA is as fast."""
+    return (
+        "one step is one kernel in XLA, without copies of a, b and c" if u.shape[1] == 1 else None
+    )
+
+
 def refuses_gradient(u: Any, delta: Any, a: Any, *rest: Any, **params: Any) -> str | None:
     """Why they cannot serve the gradient, or None."""
     (batch, length, d), n = u.shape, padded(a.shape[1])
@@ -457,6 +491,38 @@ def run(
     return {name: x.reshape(out[name].shape) for name, x in zip(out, found, strict=True)}
 
 
+def divided(batch: int, length: int, d: int, n: int, tile: Tile) -> int:
+    """Parts of equal length into which a sequence is cut: two passes instead of one."""
+    parts = 1
+    while (
+        length % (2 * parts) == 0
+        and length // (2 * parts) >= SHORTEST
+        and batch * 2 * parts * tile.blocks(d, n) <= PROGRAMS
+    ):
+        parts *= 2
+    return parts if parts > 2 else 1
+
+
+def between(
+    ends: jax.Array, given: dict[str, jax.Array], parts: int, delta_softplus: bool
+) -> jax.Array:
+    """The state before each part, from those after it if it begins with 0.
+
+    What is left of a state after a part is exp(a · Σ Δ) of it.
+    """
+    delta = given["delta"].astype(jnp.float32)
+    sizes = jnp.sum(jax.nn.softplus(delta) if delta_softplus else delta, 1)
+    left = jnp.exp2(sizes[:, :, None] * given["a"])
+    of_sequence = lambda x: x.reshape(-1, parts, *x.shape[1:])
+    ends, left = of_sequence(ends), of_sequence(left)
+    h = given.get("start", jnp.zeros_like(ends[:, 0]))
+    starts = []
+    for i in range(parts):
+        starts.append(h)
+        h = left[:, i] * h + ends[:, i]
+    return jnp.stack(starts, 1).reshape(-1, *h.shape[1:])
+
+
 def forward(
     u: jax.Array,
     delta: jax.Array,
@@ -468,6 +534,7 @@ def forward(
     delta_softplus: bool,
     interpret: bool = False,
     tile: Tile = FORWARD,
+    parts: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """h ← exp(Δ·a)·h + Δ·b·u,  y = Σₙ h·c,  along axis 1; and h after the last step.
 
@@ -481,14 +548,24 @@ def forward(
         delta_softplus: take Δ = ln(1 + e^delta).
         interpret: run without a GPU.
         tile: what a program holds.
+        parts: into which a sequence is divided; as many as fill the chip, if None.
     """
-    n = a.shape[1]
+    (batch, length, d), n = u.shape, a.shape[1]
     given = operands(u, delta, a, b, c, start=initial_state)
-    matrix = (u.shape[0], *given["a"].shape)
-    out = {"y": like(u), "last": like(u, matrix, jnp.float32)}
+    parts = parts or divided(batch, length, d, given["a"].shape[1], tile)
     kernel = functools.partial(forward_kernel, activate=step_size(delta_softplus))
-    found = run(kernel, "selective_scan", given, out, n, tile, interpret)
-    return found["y"], found["last"][..., :n]
+    given |= {
+        name: x.reshape(batch * parts, -1, x.shape[2])
+        for name, x in given.items()
+        if name in BY_STEPS
+    }
+    last = {"last": like(u, (batch * parts, *given["a"].shape), jnp.float32)}
+    if parts > 1:
+        before = {name: x for name, x in given.items() if name not in ("c", "start")}
+        ends = run(kernel, "selective_scan_last", before, last, n, tile, interpret)["last"]
+        given["start"] = between(ends, given, parts, delta_softplus)
+    found = run(kernel, "selective_scan", given, {"y": like(given["u"])} | last, n, tile, interpret)
+    return found["y"].reshape(u.shape), found["last"][parts - 1 :: parts, :, :n]
 
 
 def backward(
@@ -513,9 +590,8 @@ def backward(
     padded_n = given["a"].shape[1]
     f32 = lambda *shape: like(u, shape, jnp.float32)
     out = {"edges": f32(batch, cdiv(length, tile.steps), d, padded_n)}
-    kernel = functools.partial(forward_kernel, activate=activate)
+    kernel = functools.partial(forward_kernel, activate=activate, every=tile.steps)
     before = {name: x for name, x in given.items() if name not in ("c", "dlast")}
-    edges = edges._replace(steps=tile.steps)
     found = run(kernel, "selective_scan_states", before, out, n, edges, interpret)
     given = {name: x for name, x in given.items() if name != "start"} | found | {"g": upstream}
     parts = f32(tile.blocks(d, padded_n), batch, length, padded_n)

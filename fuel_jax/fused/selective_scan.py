@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import selective_scan as kernels
+
 from .._op import Precision
 from ..numerics import product_precision, wide, zeros
 from ..op_kind import FusedOps, OpKind
@@ -239,6 +241,16 @@ def one_step(u, delta, a, b, c, initial_state, *, delta_softplus):
         h = jnp.exp(step[:, :, None] * wide(a)) * initial_state + h
     y = total("bdn,bn->bd", h, c)
     return y[:, None].astype(u.dtype), h
+
+
+# -- on NVIDIA GPUs ------------------------------------------------------------------------
+
+selective_scan.kernel(
+    "triton", platforms=("cuda",), refuses=kernels.refuses, declines=kernels.declines
+)(kernels.forward)
+selective_scan_backward.kernel(
+    "triton", platforms=("cuda",), refuses=kernels.refuses_gradient, declines=kernels.declines
+)(kernels.backward)
 
 
 # -- as people write it --------------------------------------------------------------------

@@ -1,0 +1,191 @@
+"""The selective scan and the causal convolution alone, interpreted; and lowered at real shapes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fuel_jax import causal_conv1d, selective_scan
+from pallas_kernels import causal_conv1d as convolution, selective_scan as scan
+from pallas_kernels._launch import INTERPRETED
+
+from .test_launch import lowered
+
+
+def close(got, want, precision):
+    """To what the op promises: relative to the largest element."""
+    error = np.abs(np.asarray(got, np.float64) - want).max()
+    assert error <= precision.tolerance(got.dtype) * np.abs(want).max()
+
+
+def drawn(seed, dtype):
+    """Arrays of noise, by shape."""
+    rng = np.random.default_rng(seed)
+    return lambda *shape, dtype=dtype: jnp.asarray(rng.normal(size=shape) / 2, dtype)
+
+
+# -- selective scan ------------------------------------------------------------------------
+
+
+def reference(u, delta, a, b, c, h, softplus):
+    """Step by step, in the dtype of what it is given."""
+    ys = []
+    h = jnp.zeros((u.shape[0], *a.shape), u.dtype) if h is None else h
+    for t in range(u.shape[1]):
+        step = (jnp.logaddexp(0, delta[:, t]) if softplus else delta[:, t])[..., None]
+        h = jnp.exp(step * a) * h + step * u[:, t, :, None] * b[:, t, None]
+        ys.append((h * c[:, t, None]).sum(-1))
+    return jnp.stack(ys, 1), h
+
+
+def operands(batch, length, d, n, dtype, continued):
+    """u, Δ, a, b, c, and the state before them."""
+    array = drawn(length, dtype)
+    u, delta, a = array(batch, length, d), array(batch, length, d), -abs(array(d, n))
+    b, c = array(batch, length, n), array(batch, length, n)
+    return u, delta, a, b, c, array(batch, d, n, dtype="float32") if continued else None
+
+
+def in_float64(xs):
+    return [None if x is None else x.astype("float64") for x in xs]
+
+
+# batch, steps, channels, states; dtype; by softplus; continued; tile
+SCANS = {
+    "one of everything": ((1, 1, 1, 1), "float32", True, True, scan.Tile(1, 1, 2, 1)),
+    "steps and channels left over": ((2, 5, 9, 5), "bfloat16", True, True, scan.Tile(1, 1, 2, 1)),
+    "two channels of a thread": ((1, 4, 40, 16), "float32", False, False, scan.Tile(2, 2, 2, 2)),
+    "all states of a thread": ((1, 3, 33, 16), "float16", False, True, scan.Tile(1, 4, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("case", SCANS)
+def test_scan_against_float64(case):
+    shape, dtype, softplus, continued, tile = SCANS[case]
+    xs = operands(*shape, dtype, continued)
+    got = scan.forward(*xs, delta_softplus=softplus, interpret=True, tile=tile)
+    for x, want in zip(got, reference(*in_float64(xs), softplus), strict=True):
+        close(x, want, selective_scan.precision)
+    assert [x.dtype for x in got] == [dtype, "float32"]
+
+
+@pytest.mark.parametrize("case", list(SCANS)[:3])
+def test_gradient_of_scan_against_float64(case):
+    shape, dtype, softplus, continued, tile = SCANS[case]
+    xs = operands(*shape, dtype, continued)
+    array = drawn(0, dtype)
+    g = array(*xs[0].shape)
+    dlast = array(shape[0], *xs[2].shape, dtype="float32") if continued else None
+    got = scan.backward(
+        *xs[:5], g, xs[5], dlast, delta_softplus=softplus, interpret=True, tile=tile, edges=tile
+    )
+    start = jnp.zeros((shape[0], *xs[2].shape)) if xs[5] is None else xs[5]
+    (_, last), pull = jax.vjp(lambda *xs: reference(*xs, softplus), *in_float64([*xs[:5], start]))
+    want = pull(tuple(in_float64([g, jnp.zeros_like(last) if dlast is None else dlast])))
+    for x, y in zip(got, want, strict=True):
+        close(x, y, selective_scan.precision)
+
+
+def test_a_long_scan_of_slow_decay():
+    """Every step adds and hardly any is forgotten: 1 − exp(Δ·a) is near 1/500."""
+    length = 4096
+    u, delta, a, b, c, _ = operands(1, length, 3, 2, "float32", continued=False)
+    xs = u, 0.01 * abs(delta) + 0.001, a - 0.1, b, c
+    y, _ = scan.forward(*xs, None, delta_softplus=False, interpret=True, tile=scan.Tile(1, 1, 2, 1))
+    u, delta, a, b, c = (np.asarray(x, np.float64) for x in xs)
+    h, want = np.zeros(a.shape), np.zeros(u.shape)
+    for t in range(length):
+        step = delta[0, t, :, None]
+        h = np.exp(step * a) * h + step * u[0, t, :, None] * b[0, t]
+        want[0, t] = h @ c[0, t]
+    close(y, want, selective_scan.precision)
+
+
+def test_softplus_is_right_where_it_is_small():
+    """As it is in trained models: Δ near 0.001.  Relative to itself, not to the largest."""
+    x = np.linspace(-15, 100, 3001, dtype=np.float32)
+    with INTERPRETED(True):
+        got = scan.softplus(jnp.asarray(x))
+        slope = scan.logistic(jnp.asarray(x))
+    want = np.logaddexp(0, x.astype(np.float64))
+    np.testing.assert_allclose(got, want, rtol=2e-6)
+    np.testing.assert_allclose(slope, 1 / (1 + np.exp(-x.astype(np.float64))), rtol=2e-6)
+
+
+def test_infinite_inputs_stay_what_they_are():
+    """Three states are computed as sixteen: those that were added must not turn inf into NaN."""
+    xs = operands(1, 3, 2, 3, "float32", continued=False)
+    u = xs[0].at[0, 1, 0].set(np.inf)
+    given = u, abs(xs[1]), xs[2], abs(xs[3]), abs(xs[4]), None
+    tile = scan.Tile(1, 1, 2, 1)
+    y, h = scan.forward(*given, delta_softplus=False, interpret=True, tile=tile)
+    want, last = selective_scan.body(*given, delta_softplus=False)
+    assert np.isposinf(want[0, 1:, 0]).all()
+    np.testing.assert_allclose(y, want, rtol=1e-5)
+    np.testing.assert_allclose(h, last, rtol=1e-5)
+
+
+# -- convolution ---------------------------------------------------------------------------
+
+# batch, channels, steps, taps; dtype; a row in blocks of 16
+CONVOLUTIONS = {
+    "words, rows odd": ((2, 3, 36, 4), "bfloat16"),
+    "words, rows even": ((1, 2, 34, 3), "float16"),
+    "words, one tap": ((1, 2, 8, 1), "bfloat16"),
+    "halves": ((1, 2, 7, 4), "bfloat16"),
+    "float32": ((2, 3, 20, 5), "float32"),
+}
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_convolution_against_float64(case):
+    (batch, c, length, taps), dtype = CONVOLUTIONS[case]
+    array = drawn(taps, dtype)
+    xs = array(batch, c, length + taps - 1), array(c, 1, taps), array(c)
+    got = convolution.causal_conv1d(
+        *xs, use_silu=True, interpret=True, tile=convolution.Tile(16, 1)
+    )
+    x, w, bias = (np.asarray(x, np.float64) for x in xs)
+    y = bias[:, None] + sum(w[:, 0, j, None] * x[..., j : j + length] for j in range(taps))
+    assert (got.shape, got.dtype) == (y.shape, dtype)
+    close(got, y / (1 + np.exp(-y)), causal_conv1d.precision)
+
+
+def test_an_output_sees_its_own_taps_alone():
+    """Words are shared by neighbours: NaN must not be."""
+    for bad in (5, 6):
+        x = jnp.zeros((1, 2, 23), "bfloat16").at[0, 0, bad].set(np.nan)
+        w, bias = jnp.ones((2, 1, 4), "bfloat16"), jnp.zeros(2, "bfloat16")
+        run = functools.partial(convolution.causal_conv1d, use_silu=False, interpret=True)
+        got = np.asarray(run(x, w, bias), np.float32)
+        assert list(np.flatnonzero(np.isnan(got[0, 0]))) == [bad - 3, bad - 2, bad - 1, bad]
+        assert not np.isnan(got[0, 1]).any()
+
+
+# -- lowered -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((8, 2048, 2048, 16), "bfloat16"), ((1, 37, 50, 5), "float32")]
+)
+def test_scan_lowers(shape, dtype):
+    batch, length, d, n = shape
+    array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype)
+    steps, state = array(batch, length, d), array(batch, length, n)
+    xs = steps, steps, array(d, n), state, state, array(batch, d, n, dtype="float32")
+    run = functools.partial(selective_scan, delta_softplus=True)
+    text = lowered(lambda *xs: jax.vjp(run, *xs)[1](run(*xs)), *xs)
+    for name in ("fuel_selective_scan", "fuel_selective_scan_states", "_scan_backward"):
+        assert name in text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(8, 4096, 2048, 4), (1, 3, 5, 7)])
+def test_convolution_lowers(shape, dtype):
+    batch, c, length, taps = shape
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+    run = functools.partial(convolution.causal_conv1d, use_silu=True)
+    xs = array(batch, c, length + taps - 1), array(c, 1, taps), array(c)
+    assert "fuel_causal_conv1d" in lowered(run, *xs)
