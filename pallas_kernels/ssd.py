@@ -12,7 +12,9 @@ states, cotangents
 gradient
     grid      groups × parts of their heads × blocks × sequences
     reads     x, dy and the states once                      writes   dx; db and dc of its heads
-bound by  tensor cores, and one block waiting for another
+bound by  tensor cores, and one block waiting for another.  Measured on an H200, 8 sequences of 2048
+          steps, 64 heads of 64, 128 states, bfloat16: 353 µs, 371 if every head has its own b and
+          c (XLA: 3765 in chunks of 256); the gradient 1678, of which states and cotangents 414
 
 dt · a is summed within blocks first: a stretch decays by the difference of two sums, which are
 kept as unrounded pairs, or a strong decay would take the digits of what comes after it.
