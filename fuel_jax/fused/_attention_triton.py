@@ -104,13 +104,16 @@ def paged(
     from .paged_attn import Pages  # which registers this
 
     (b, h, sq, d), (n, size, hk, dv), m = q.shape, v_cache.shape, block_table.shape[1]
+    plan = forward_plan(b, h, hk, sq, m * size, max(d, dv))
+    if plan["packed"]:  # every page is looked up: more programs with less to do hide that
+        plan |= {"tile": Tile(plan["tile"].rows, 32, 2, 4), "parts": max(plan["parts"], 2)}
     pages = Pages.of(n, size, block_table, context_lens)
     every = {"causal": True, "window_size_left": None, "window_size_right": None}
     o, _ = kernels.attend(
         *(q, k_cache, v_cache, alibi, jnp.where(pages.valid, pages.lengths, -1)),
         rules=rules_of(q, m * size, **params, **every),
         table=pages.ids,
-        **forward_plan(b, h, hk, sq, m * size, max(d, dv)),
+        **plan,
         interpret=interpret,
     )
     return o

@@ -53,6 +53,41 @@ def test_cross_entropy_lowers(shape, dtype):
     assert "fuel_cross_entropy_backward" in text
 
 
+EVERY = {"causal": True, "window_size_left": 100, "softcap": 30.0}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("q", "k", "dv", "options"),
+    [
+        ((4, 32, 4096, 128), (4, 32, 4096, 128), 128, {"causal": True}),
+        ((2, 6, 333, 80), (2, 2, 500, 80), 72, EVERY),
+        ((2, 4, 1000, 256), (2, 4, 1000, 256), 256, {}),
+        ((2, 4, 1, 64), (2, 1, 10_000, 64), 64, {}),
+    ],
+    ids=["training", "everything", "wide", "decoding"],
+)
+def test_attention_lowers(q, k, dv, options, dtype):
+    v = (*k[:-1], dv)
+    q, k, v, do = (jax.ShapeDtypeStruct(s, dtype) for s in (q, k, v, (*q[:-1], dv)))
+    alibi, k_len = jax.ShapeDtypeStruct((q.shape[1],), dtype), jax.ShapeDtypeStruct((2,), "int32")
+    more = (alibi, k_len) if options is EVERY else ()
+
+    def gradient(q, k, v, do, *more):
+        f = lambda q, k, v: fuel_jax.flash_attn(q, k, v, *more, **options)
+        return jax.vjp(f, q, k, v)[1](do)
+
+    text = lowered(gradient, q, k, v, do, *more)
+    for part in ("attention", "attention_key_gradients", "attention_query_gradients"):
+        assert f"fuel_{part}" in text
+
+
+def test_paged_attention_lowers():
+    q, pages = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((64, 32, 1, 128), (9999, 16, 8, 128)))
+    table, lens = (jax.ShapeDtypeStruct(s, "uint32") for s in ((64, 256), (64,)))
+    assert "fuel_attention" in lowered(fuel_jax.paged_attn, q, pages, pages, table, lens)
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "reason"),
     [
