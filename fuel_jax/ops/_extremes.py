@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._sharding import along, split
 from ..numerics import is_float, wide
 from ..types import Array
 
@@ -40,7 +41,10 @@ def extreme(x: Array, axes: tuple[int, ...], largest: bool) -> Array:
     plain = lambda x: (lax.reduce_max if largest else lax.reduce_min)(x, axes)
     if not axes:
         return x
-    return lax.platform_dependent(x, cpu=lambda x: keeping_nan(x, axes, largest), default=plain)
+    # XLA refuses to compile its reductions along an axis that is split over devices.
+    on_cpu = functools.partial(keeping_nan, axes=axes, largest=largest)
+    rule = lambda arrays, y: along("axes")({"axes": axes}, arrays, (y,))
+    return lax.platform_dependent(x, cpu=split(on_cpu, on_cpu, rule), default=plain)
 
 
 @extreme.defjvp

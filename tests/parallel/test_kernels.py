@@ -187,3 +187,13 @@ def test_a_part_is_served_by_what_serves_its_size():
         assert op(jax.device_put(x, NamedSharding(mesh_of(), P("i"))))[0, 0] == 0
     finally:
         fuel_jax.unregister_fused("halved")
+
+
+@pytest.mark.parametrize("name", ["max_reduce", "argmin_dim"])
+def test_an_extreme_along_a_split_axis(name):
+    """XLA's CPU backend does not compile its reductions there."""
+    x = normal(20, 4).at[3, 1].set(jnp.nan)
+    dim = {"dim": 0} if name == "argmin_dim" else {"dims": 0}
+    f = functools.partial(getattr(fuel_jax, name), **dim)
+    given = jax.device_put(x, NamedSharding(mesh_of(), P("i")))
+    np.testing.assert_array_equal(f(given), f(x))
