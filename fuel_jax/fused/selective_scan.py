@@ -249,7 +249,10 @@ selective_scan.kernel(
     "triton", platforms=("cuda",), refuses=kernels.refuses, declines=kernels.declines
 )(kernels.forward)
 selective_scan_backward.kernel(
-    "triton", platforms=("cuda",), refuses=kernels.refuses_gradient, declines=kernels.declines
+    "triton",
+    platforms=("cuda",),
+    refuses=kernels.refuses_gradient,
+    declines=kernels.declines_gradient,
 )(kernels.backward)
 
 

@@ -29,7 +29,7 @@ def drawn(seed, dtype):
 # -- selective scan ------------------------------------------------------------------------
 
 
-def reference(u, delta, a, b, c, h, softplus):
+def reference(u, delta, a, b, c, h, *, softplus):
     """Step by step, in the dtype of what it is given."""
     ys = []
     h = jnp.zeros((u.shape[0], *a.shape), u.dtype) if h is None else h
@@ -54,10 +54,10 @@ def in_float64(xs):
 
 # batch, steps, channels, states; dtype; by softplus; continued; tile
 SCANS = {
-    "one of everything": ((1, 1, 1, 1), "float32", True, True, scan.Tile(1, 1, 2, 1)),
-    "steps and channels left over": ((2, 5, 9, 5), "bfloat16", True, True, scan.Tile(1, 1, 2, 1)),
-    "two channels of a thread": ((1, 4, 40, 16), "float32", False, False, scan.Tile(2, 2, 2, 2)),
-    "all states of a thread": ((1, 3, 33, 16), "float16", False, True, scan.Tile(1, 4, 2, 1)),
+    "one of everything": ((1, 1, 1, 1), "float32", True, True, scan.Tile(1, 1, 2)),
+    "steps and channels left over": ((2, 5, 9, 5), "bfloat16", True, True, scan.Tile(1, 1, 2)),
+    "two channels of a thread": ((1, 4, 40, 16), "float32", False, False, scan.Tile(2, 2, 2)),
+    "all states of a thread": ((1, 3, 33, 16), "float16", False, True, scan.Tile(1, 4, 2)),
 }
 
 
@@ -66,7 +66,7 @@ def test_scan_against_float64(case):
     shape, dtype, softplus, continued, tile = SCANS[case]
     xs = operands(*shape, dtype, continued)
     got = scan.forward(*xs, delta_softplus=softplus, interpret=True, tile=tile)
-    for x, want in zip(got, reference(*in_float64(xs), softplus), strict=True):
+    for x, want in zip(got, reference(*in_float64(xs), softplus=softplus), strict=True):
         close(x, want, selective_scan.precision)
     assert [x.dtype for x in got] == [dtype, "float32"]
 
@@ -82,10 +82,34 @@ def test_gradient_of_scan_against_float64(case):
         *xs[:5], g, xs[5], dlast, delta_softplus=softplus, interpret=True, tile=tile, edges=tile
     )
     start = jnp.zeros((shape[0], *xs[2].shape)) if xs[5] is None else xs[5]
-    (_, last), pull = jax.vjp(lambda *xs: reference(*xs, softplus), *in_float64([*xs[:5], start]))
+    (_, last), pull = jax.vjp(
+        lambda *xs: reference(*xs, softplus=softplus), *in_float64([*xs[:5], start])
+    )
     want = pull(tuple(in_float64([g, jnp.zeros_like(last) if dlast is None else dlast])))
     for x, y in zip(got, want, strict=True):
         close(x, y, selective_scan.precision)
+
+
+def test_a_scan_in_parts():
+    """Four of six steps: the state before each comes from those after the ones before it."""
+    xs = operands(2, 24, 5, 3, "float32", continued=True)
+    tile = scan.Tile(1, 1, 2)
+    got = scan.forward(*xs, delta_softplus=True, interpret=True, tile=tile, parts=4)
+    for x, want in zip(got, reference(*in_float64(xs), softplus=True), strict=True):
+        close(x, want, selective_scan.precision)
+
+
+def test_choice():
+    """One step is XLA's, several are not; the gradient is, unless it is asked for."""
+    for length, says in ((1, "one step is one kernel in XLA"), (2, "serves cuda")):
+        xs = operands(1, length, 4, 4, "float32", continued=False)
+        forward, backward = [
+            line.split(maxsplit=2)[2].strip()
+            for line in map(str.strip, str(selective_scan.explain(*xs)).splitlines())
+            if " triton " in line
+        ]
+        assert says in forward
+        assert (says if length == 1 else "not compared with float64") in backward
 
 
 def test_a_long_scan_of_slow_decay():
@@ -93,7 +117,7 @@ def test_a_long_scan_of_slow_decay():
     length = 4096
     u, delta, a, b, c, _ = operands(1, length, 3, 2, "float32", continued=False)
     xs = u, 0.01 * abs(delta) + 0.001, a - 0.1, b, c
-    y, _ = scan.forward(*xs, None, delta_softplus=False, interpret=True, tile=scan.Tile(1, 1, 2, 1))
+    y, _ = scan.forward(*xs, None, delta_softplus=False, interpret=True, tile=scan.Tile(1, 1, 2))
     u, delta, a, b, c = (np.asarray(x, np.float64) for x in xs)
     h, want = np.zeros(a.shape), np.zeros(u.shape)
     for t in range(length):
@@ -119,7 +143,7 @@ def test_infinite_inputs_stay_what_they_are():
     xs = operands(1, 3, 2, 3, "float32", continued=False)
     u = xs[0].at[0, 1, 0].set(np.inf)
     given = u, abs(xs[1]), xs[2], abs(xs[3]), abs(xs[4]), None
-    tile = scan.Tile(1, 1, 2, 1)
+    tile = scan.Tile(1, 1, 2)
     y, h = scan.forward(*given, delta_softplus=False, interpret=True, tile=tile)
     want, last = selective_scan.body(*given, delta_softplus=False)
     assert np.isposinf(want[0, 1:, 0]).all()
@@ -175,7 +199,7 @@ def test_scan_lowers(shape, dtype):
     array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype)
     steps, state = array(batch, length, d), array(batch, length, n)
     xs = steps, steps, array(d, n), state, state, array(batch, d, n, dtype="float32")
-    run = functools.partial(selective_scan, delta_softplus=True)
+    run = functools.partial(selective_scan.using("triton"), delta_softplus=True)
     text = lowered(lambda *xs: jax.vjp(run, *xs)[1](run(*xs)), *xs)
     for name in ("fuel_selective_scan", "fuel_selective_scan_states", "_scan_backward"):
         assert name in text
