@@ -10,9 +10,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels import attention as kernels
+from pallas_kernels._attention import Rules, Tile
 from pallas_kernels._launch import GRID, cdiv, power_of_two, unavailable
-from pallas_kernels.attention import Tile
+from pallas_kernels.attention import attend
+from pallas_kernels.attention_gradients import gradients
 
 from ..types import Array
 from . import _attention as maths
@@ -49,10 +50,10 @@ def refuses_paged(q, k_cache, v_cache, *operands, **params) -> str | None:
     return refuses(q, k_cache, v_cache)
 
 
-def rules_of(q, sk, *, softmax_scale, softcap, **windows) -> kernels.Rules:
+def rules_of(q, sk, *, softmax_scale, softcap, **windows) -> Rules:
     """What a row sees of ``sk`` keys."""
     rules = maths.Rules.of(q.shape[2], sk, softcap=softcap, **windows)
-    return kernels.Rules(maths.scale_of(q, softmax_scale), rules.left, rules.right, softcap)
+    return Rules(maths.scale_of(q, softmax_scale), rules.left, rules.right, softcap)
 
 
 def lengths_of(k_len: Any, b: int, sk: int) -> Array | None:
@@ -74,7 +75,7 @@ def forward_plan(b: int, h: int, hk: int, sq: int, sk: int, width: int) -> dict[
 def forward(q, k, v, alibi, k_len, *, return_lse, interpret=False, **params):
     """``flash_attn``."""
     (b, h, sq, d), (_, hk, sk, dv) = q.shape, v.shape
-    o, lse = kernels.attend(
+    o, lse = attend(
         *(q, k, v, alibi, lengths_of(k_len, b, sk)),
         rules=rules_of(q, sk, **params),
         **forward_plan(b, h, hk, sq, sk, max(d, dv)),
@@ -87,7 +88,7 @@ def backward(q, k, v, o, lse, do, dlse, alibi, k_len, *, interpret=False, **para
     """``flash_attn_backward``."""
     b, (sk, dv) = len(q), v.shape[2:]
     width = max(q.shape[-1], dv)
-    dq, dk, dv, dslopes = kernels.gradients(
+    dq, dk, dv, dslopes = gradients(
         *(q, k, v, o, lse, do, dlse, alibi, lengths_of(k_len, b, sk)),
         rules=rules_of(q, sk, **params),
         of_keys=by_width(KEYS, width),
@@ -109,7 +110,7 @@ def paged(
         plan |= {"tile": Tile(plan["tile"].rows, 32, 2, 4), "parts": max(plan["parts"], 2)}
     pages = Pages.of(n, size, block_table, context_lens)
     every = {"causal": True, "window_size_left": None, "window_size_right": None}
-    o, _ = kernels.attend(
+    o, _ = attend(
         *(q, k_cache, v_cache, alibi, jnp.where(pages.valid, pages.lengths, -1)),
         rules=rules_of(q, m * size, **params, **every),
         table=pages.ids,

@@ -11,9 +11,11 @@ from hypothesis import given, settings, strategies as st
 from fuel_jax.fused import _attention_triton as triton
 from fuel_jax.fused.flash_attn import flash_attn, flash_attn_backward
 from fuel_jax.fused.paged_attn import paged_attn
-from pallas_kernels import attention as kernels
+from pallas_kernels._attention import Tile
+from pallas_kernels.attention import attend
+from pallas_kernels.attention_gradients import gradients
 
-TILE = kernels.Tile(16, 16, 1, 1)
+TILE = Tile(16, 16, 1, 1)
 OPTIONS = {"softmax_scale": None, "causal": False, "softcap": None}
 OPTIONS |= {"window_size_left": None, "window_size_right": None}
 
@@ -85,9 +87,9 @@ def test_against_float64(
     rules = triton.rules_of(q, sk, **params)
 
     how = {"rules": rules, "interpret": True}
-    o, lse = kernels.attend(*(q, k, v, slopes, k_len), tile=TILE, parts=parts, packed=packed, **how)
+    o, lse = attend(*(q, k, v, slopes, k_len), tile=TILE, parts=parts, packed=packed, **how)
     operands = (q, k, v, o, lse, do, dlse, slopes, k_len)
-    dq, dk, dv_, dslopes = kernels.gradients(*operands, of_keys=TILE, of_queries=TILE, **how)
+    dq, dk, dv_, dslopes = gradients(*operands, of_keys=TILE, of_queries=TILE, **how)
     want_o, want_lse = exactly(flash_attn, q, k, v, slopes, k_len, **params, return_lse=True)
     want = exactly(flash_attn_backward, *operands, **params)
 

@@ -1,0 +1,232 @@
+"""The gradients of attention, from its scores made again.
+
+key_gradients
+    grid      blocks of keys × key heads × sequences
+    reads     the queries that see some key of a block, of all heads of its group
+query_gradients
+    grid      blocks of rows × heads × sequences
+    reads     the keys and values that some row of a block sees
+bound by  tensor cores, four and three products of each score: every score is made twice, so that no
+          two programs add to one number, and the bits are always the same
+
+Σ p · dp over the keys of a row is taken from the result, which has been rounded: where one weight
+is nearly 1, slopes are off by that rounding times the cotangent.
+
+Dao 2023, arXiv:2307.08691.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._attention import (
+    Rows,
+    Rules,
+    Score,
+    Sizes,
+    Span,
+    Tile,
+    base_of,
+    block,
+    dot,
+    dot_turned,
+    finite,
+    length_of,
+    numbers,
+    put,
+    put_numbers,
+    scored,
+    slopes_of,
+)
+from ._launch import cdiv, launch, like, program_id
+from ._rows import counted
+
+
+def key_gradients_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    g_ref: Any,
+    lse_ref: Any,
+    delta_ref: Any,
+    slopes: Any,
+    lengths: Any,
+    dk_ref: Any,
+    dv_ref: Any,
+    *,
+    sizes: Sizes,
+    tile: Tile,
+    rules: Rules,
+) -> None:
+    """One block of keys: what all rows that see it say of its keys and values."""
+    start, key_head, sequence = program_id(0) * tile.keys, program_id(1), program_id(2)
+    length, _ = length_of(lengths, sequence, sizes)
+    keys, shift = start + counted(tile.keys), length - sizes.sq
+    k, v = (block(ref, (sequence, key_head), keys) for ref in (k_ref, v_ref))
+    end = start + tile.keys
+    none, all_rows = jnp.int32(0), jnp.int32(sizes.sq)
+    some, every = [none, jnp.where(start < length, all_rows, 0)], [none, all_rows]
+    if rules.right is not None:
+        some[0], every[0] = start - rules.right - shift, end - 1 - rules.right - shift
+    if rules.left is not None:
+        some[1] = jnp.minimum(some[1], end + rules.left - shift)
+        every[1] = jnp.minimum(all_rows, start + rules.left - shift + 1)
+    every[1] = jnp.where(end <= length, every[1], 0)
+    # Rows beyond the last weigh nothing: a block that holds some is whole if all others see it.
+    whole_to = jnp.where(every[1] == sizes.sq, cdiv(sizes.sq, tile.rows) * tile.rows, every[1])
+    after = lengths is not None or rules.left is not None or sizes.sk % tile.keys != 0
+    every[1] = whole_to
+    span = Span.of(tuple(some), tuple(every), tile.rows, rules.right is not None, after)
+
+    def step(masked: bool, head: Any, slope: Any) -> Callable[..., Any]:
+        def over(i: Any, carry: Any) -> Any:
+            dk, dv = carry
+            index = i * tile.rows + counted(tile.rows)
+            q, g = (block(ref, (sequence, head), index) for ref in (q_ref, g_ref))
+            lse = numbers(lse_ref, (sequence, head), index, jnp.inf)
+            delta = numbers(delta_ref, (sequence, head), index, 0)
+            at = (index + shift)[None, :]
+            x = scored(dot_turned(k, q), at, keys[:, None], slope, length, rules, masked)
+            p = x.weights(base_of(lse)[None, :])
+            if masked:
+                q, g = finite(q), jnp.where((lse == -jnp.inf)[:, None], jnp.zeros_like(g), g)
+                p = jnp.where(x.seen, p, 0)
+            ds = p * (dot_turned(v, g) - delta[None, :])
+            ds = bent(ds if x.seen is None else jnp.where(x.seen, ds, 0), x)
+            return dk + dot(ds.astype(q.dtype), q), dv + dot(p.astype(g.dtype), g)
+
+        return over
+
+    def of_head(i: Any, carry: Any) -> Any:
+        head = key_head * sizes.group + i
+        slope = slopes_of(slopes, head, keys, sizes)
+        return span.over(functools.partial(step, head=head, slope=slope), carry)
+
+    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (k, v))
+    if sizes.group == 1:
+        dk, dv = of_head(0, zeros)
+    else:
+        dk, dv = lax.fori_loop(jnp.int32(0), jnp.int32(sizes.group), of_head, zeros)
+    put(dk_ref, (sequence, key_head), keys, dk * rules.scale)
+    put(dv_ref, (sequence, key_head), keys, dv)
+
+
+def query_gradients_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    g_ref: Any,
+    lse_ref: Any,
+    delta_ref: Any,
+    slopes: Any,
+    lengths: Any,
+    dq_ref: Any,
+    dslope_ref: Any,
+    *,
+    sizes: Sizes,
+    tile: Tile,
+    rules: Rules,
+) -> None:
+    """One block of rows: what the keys they see say of them, and of the slope of distance."""
+    i = cdiv(sizes.rows, tile.rows) - 1 - program_id(0)
+    head, sequence = program_id(1), program_id(2)
+    length, _ = length_of(lengths, sequence, sizes)
+    rows = Rows.of(i, head, length, slopes, sizes, tile, rules, lengths is not None)
+    q, g = (block(ref, (sequence, head), rows.index) for ref in (q_ref, g_ref))
+    lse = numbers(lse_ref, (sequence, head), rows.index, jnp.inf)
+    delta = numbers(delta_ref, (sequence, head), rows.index, 0)
+    level = base_of(lse)[:, None]
+
+    def step(masked: bool) -> Callable[..., Any]:
+        def over(j: Any, carry: Any) -> Any:
+            dq, dslope = carry
+            keys = j * tile.keys + counted(tile.keys)
+            k, v = (block(ref, (sequence, head // sizes.group), keys) for ref in (k_ref, v_ref))
+            at, key = rows.at[:, None], keys[None, :]
+            x = scored(dot_turned(q, k), at, key, rows.slope, length, rules, masked)
+            ds = x.weights(level) * (dot_turned(g, v) - delta[:, None])
+            if masked:
+                ds, k = jnp.where(x.seen, ds, 0), finite(k)
+            if dslope is not None:
+                dslope += jnp.sum(ds * jnp.abs(at - key).astype(jnp.float32), axis=1)
+            return dq + dot(bent(ds, x).astype(k.dtype), k), dslope
+
+        return over
+
+    dslope = None if slopes is None else jnp.zeros(tile.rows, jnp.float32)
+    dq, dslope = rows.keys.over(step, (jnp.zeros(q.shape, jnp.float32), dslope))
+    put(dq_ref, (sequence, head), rows.index, dq * rules.scale)
+    if dslope is not None:
+        put_numbers(dslope_ref, (sequence, head), rows.index, -dslope)
+
+
+def bent(ds: jax.Array, x: Score) -> jax.Array:
+    """Through the cap."""
+    return ds if x.bend is None else ds * x.bend
+
+
+def gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    o: jax.Array,
+    lse: jax.Array,
+    g: jax.Array,
+    dlse: jax.Array | None,
+    slopes: jax.Array | None,
+    lengths: jax.Array | None,
+    *,
+    rules: Rules,
+    of_keys: Tile,
+    of_queries: Tile,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """(dq, dk, dv, dslopes), the last ``[b, h, sq]`` in float32: what each query says of its slope.
+
+    Args:
+        q: as in :func:`attend`, like k, v, slopes, lengths, rules and interpret.
+        k: the same.
+        v: the same.
+        o: the result.
+        lse: its log-sum-exp.
+        g: cotangent of the result.
+        dlse: cotangent of ``lse``, or None.
+        slopes: the same.
+        lengths: the same.
+        rules: the same.
+        of_keys: what a program of the gradient of k and v works on.
+        of_queries: what one of the gradient of q works on.
+        interpret: run without a GPU.
+    """
+    sizes = Sizes.of(q, k)
+    # Σ p · dp over the keys of a row: the sum over columns of what they made.
+    delta = jnp.sum(o.astype(jnp.float32) * g.astype(jnp.float32), axis=-1)
+    if dlse is not None:
+        delta = delta - dlse
+    operands = (q, k, v, g, lse, delta, slopes, lengths)
+
+    def run(kernel: Callable[..., None], name: str, out: Any, tile: Tile, *grid: int) -> Any:
+        return launch(
+            functools.partial(kernel, sizes=sizes, tile=tile, rules=rules),
+            name,
+            out=out,
+            grid=(*grid, sizes.b),
+            warps=tile.warps,
+            stages=tile.stages,
+            interpret=interpret,
+        )(*operands)
+
+    n_keys, n_rows = cdiv(sizes.sk, of_keys.keys), cdiv(sizes.sq, of_queries.rows)
+    out = like(k), like(v)
+    dk, dv = run(key_gradients_kernel, "attention_key_gradients", out, of_keys, n_keys, sizes.hk)
+    out = like(q), None if slopes is None else like(lse)
+    dq, dslopes = run(
+        query_gradients_kernel, "attention_query_gradients", out, of_queries, n_rows, sizes.h
+    )
+    return dq, dk, dv, dslopes
