@@ -59,6 +59,11 @@ def refuses(x: Any, weight: Any, bias: Any, **params: Any) -> str | None:
     return unavailable(x, weight)
 
 
+def declines(*operands: Any, **params: Any) -> str | None:
+    """Until it was timed."""
+    return "it was neither timed nor compared with float64 on a GPU yet"
+
+
 def silu(y: jax.Array) -> jax.Array:
     """y · σ(y)."""
     return y * reciprocal(1 + exp2(-y * LOG2_E))

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import causal_conv1d as kernels
+
 from .._op import Precision
 from ..numerics import product_precision, wide
 from ..op_kind import FusedOps, OpKind
@@ -89,6 +91,13 @@ def causal_conv1d(
             precision=product_precision(),
         )
     return (y * lax.logistic(y) if use_silu else y).astype(x.dtype)
+
+
+# -- on NVIDIA GPUs ------------------------------------------------------------------------
+
+causal_conv1d.kernel(
+    "triton", platforms=("cuda",), refuses=kernels.refuses, declines=kernels.declines
+)(kernels.causal_conv1d)
 
 
 # -- as people write it --------------------------------------------------------------------
