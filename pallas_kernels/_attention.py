@@ -50,7 +50,8 @@ class Sizes(NamedTuple):
     @classmethod
     def of(cls, q: Any, k: Any, packed: bool = False) -> Sizes:
         """Of ``q [b, h, sq, d]`` and ``k [b, hk, sk, d]``."""
-        return cls(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], packed)
+        (b, h, sq, _), (_, hk, sk, _) = q.shape, k.shape
+        return cls(b, h, hk, sq, sk, packed)
 
     @property
     def group(self) -> int:
@@ -174,8 +175,8 @@ class Score(NamedTuple):
 
     s: jax.Array
     unit: float
-    bend: jax.Array | None
-    seen: jax.Array | None
+    bend: Any  # None: no cap
+    seen: Any  # None: all of them
 
     def weights(self, m: jax.Array) -> jax.Array:
         """``2^(score − m)``."""
@@ -225,19 +226,20 @@ class Span(NamedTuple):
         cls, some: tuple[Any, Any], every: tuple[Any, Any], size: int, before: bool, after: bool
     ) -> Span:
         """Blocks of a size, of what some and what all see, from … to, that not included."""
-        low, high = (jnp.maximum(x, 0) for x in some)
+        low, high, start, end = (jnp.maximum(x, 0) for x in (*some, *every))
         first = low // size
-        last = jnp.maximum(cdiv(high, size), first)
-        whole = jnp.clip(cdiv(jnp.maximum(every[0], 0), size), first, last) if before else first
-        edge = jnp.clip(jnp.maximum(every[1], 0) // size, whole, last) if after else last
+        last = jnp.maximum((high + size - 1) // size, first)
+        whole = jnp.clip((start + size - 1) // size, first, last) if before else first
+        edge = jnp.clip(end // size, whole, last) if after else last
         return cls(first, whole, edge, last, before, after)
 
     def part(self, i: Any, parts: int) -> Span:
         """One of so many parts."""
         each = cdiv(self.last - self.first, parts)
         low = self.first + i * each
-        bounds = (jnp.clip(x, low, jnp.minimum(low + each, self.last)) for x in self[:4])
-        return Span(*bounds, self.before, self.after)
+        high = jnp.minimum(low + each, self.last)
+        first, whole, edge, last = (jnp.clip(x, low, high) for x in self[:4])
+        return Span(first, whole, edge, last, self.before, self.after)
 
     def over(self, step: Callable[..., Any], carry: Any) -> Any:
         """``carry`` through ``step(masked)`` of every block."""
@@ -250,7 +252,7 @@ class Span(NamedTuple):
 class Rows(NamedTuple):
     """The rows of a program: their numbers, positions among the keys, slopes, and what they see."""
 
-    index: jax.Array
+    number: jax.Array
     at: jax.Array
     slope: Any
     keys: Span

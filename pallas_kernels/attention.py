@@ -74,7 +74,7 @@ class Task(NamedTuple):
         key_head = head if sizes.packed else head // sizes.group
         length, valid = length_of(lengths, sequence, sizes)
         rows = Rows.of(i, head, length, slopes, sizes, tile, rules, lengths is not None)
-        q = block(q_ref, (sequence, head), rows.index)
+        q = block(q_ref, (sequence, head), rows.number)
 
         def met(j: Any, masked: bool) -> tuple[Score, jax.Array]:
             keys = j * tile.keys + counted(tile.keys)
@@ -116,8 +116,8 @@ def attend_kernel(*refs: Any, width: int, leaks: bool, **task: Any) -> None:
         spoiled_ref[(*its.at, program_id(0))] = spoiled
     if its.valid is not None:
         o, lse = jnp.where(its.valid, o, jnp.nan), jnp.where(its.valid, lse, jnp.nan)
-    put(o_ref, its.at, its.rows.index, o)
-    put_numbers(lse_ref, its.at, its.rows.index, lse)
+    put(o_ref, its.at, its.rows.number, o)
+    put_numbers(lse_ref, its.at, its.rows.number, lse)
 
 
 def mend_kernel(*refs: Any, width: int, **task: Any) -> None:
@@ -126,7 +126,7 @@ def mend_kernel(*refs: Any, width: int, **task: Any) -> None:
     its = Task.of(operands, **task)
 
     def mend() -> None:
-        level = base_of(numbers(lse_ref, its.at, its.rows.index, jnp.inf))[:, None]
+        level = base_of(numbers(lse_ref, its.at, its.rows.number, jnp.inf))[:, None]
 
         def over(j: Any, o: jax.Array) -> jax.Array:
             x, v = its.met(j, True)
@@ -134,7 +134,10 @@ def mend_kernel(*refs: Any, width: int, **task: Any) -> None:
 
         start = jnp.zeros((task["tile"].rows, width), jnp.float32)
         put(
-            o_ref, its.at, its.rows.index, lax.fori_loop(its.span.first, its.span.last, over, start)
+            o_ref,
+            its.at,
+            its.rows.number,
+            lax.fori_loop(its.span.first, its.span.last, over, start),
         )
 
     lax.cond(spoiled_ref[(*its.at, program_id(0))] > 0, mend, lambda: None)

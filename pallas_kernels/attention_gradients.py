@@ -138,9 +138,9 @@ def query_gradients_kernel(
     head, sequence = program_id(1), program_id(2)
     length, _ = length_of(lengths, sequence, sizes)
     rows = Rows.of(i, head, length, slopes, sizes, tile, rules, lengths is not None)
-    q, g = (block(ref, (sequence, head), rows.index) for ref in (q_ref, g_ref))
-    lse = numbers(lse_ref, (sequence, head), rows.index, jnp.inf)
-    delta = numbers(delta_ref, (sequence, head), rows.index, 0)
+    q, g = (block(ref, (sequence, head), rows.number) for ref in (q_ref, g_ref))
+    lse = numbers(lse_ref, (sequence, head), rows.number, jnp.inf)
+    delta = numbers(delta_ref, (sequence, head), rows.number, 0)
     level = base_of(lse)[:, None]
 
     def step(masked: bool) -> Callable[..., Any]:
@@ -161,9 +161,9 @@ def query_gradients_kernel(
 
     dslope = None if slopes is None else jnp.zeros(tile.rows, jnp.float32)
     dq, dslope = rows.keys.over(step, (jnp.zeros(q.shape, jnp.float32), dslope))
-    put(dq_ref, (sequence, head), rows.index, dq * rules.scale)
+    put(dq_ref, (sequence, head), rows.number, dq * rules.scale)
     if dslope is not None:
-        put_numbers(dslope_ref, (sequence, head), rows.index, -dslope)
+        put_numbers(dslope_ref, (sequence, head), rows.number, -dslope)
 
 
 def bent(ds: jax.Array, x: Score) -> jax.Array:

@@ -59,7 +59,9 @@ def rules_of(q, sk, *, softmax_scale, softcap, **windows) -> Rules:
 def lengths_of(k_len: Any, b: int, sk: int) -> Array | None:
     """Keys in use, ``[b]``; −1 where there is no such number of keys."""
     length, valid = maths.keys_in_use(k_len, sk)
-    return None if length is None else jnp.broadcast_to(jnp.where(valid, length, -1), (b,))
+    if length is None or valid is None:
+        return None
+    return jnp.broadcast_to(jnp.where(valid, length, -1), (b,))
 
 
 def forward_plan(b: int, h: int, hk: int, sq: int, sk: int, width: int) -> dict[str, Any]:
