@@ -32,14 +32,16 @@ def rows_of(x: Any) -> int:
     return x.size // max(x.shape[-1], 1)
 
 
-SMALL = 2**20  # weights
+SMALL = 2**23  # weights
 
 
-def declines(x: Any, n: int) -> str | None:
-    """Where XLA is as fast."""
+def declines(x: Any, n: int, packing: Packing) -> str | None:
+    """Where XLA is as fast, or may be: for rows of gathered words tensor cores are not measured."""
     m, k = rows_of(x), x.shape[-1]
     if n * k < SMALL:
         return f"{n} x {k} weights are decoded as fast by XLA, in one kernel"
+    if m > few.most(x.dtype) and not packing.whole:
+        return f"{m} rows of activations; words that blocks share are gathered for few"
     if m > dots.MOST:
         return f"{m} rows of activations; for more than {dots.MOST} it decodes too often"
     return None

@@ -268,9 +268,10 @@ def refuses_triton(activations, weight, zeros, scales, *, group_size, split_k_it
     return kernels.refuses(activations, weight, zeros, scales) or kernels.refuses_groups(group_size)
 
 
-def declines_triton(activations, weight, *rest, **params) -> str | None:
+def declines_triton(activations, weight, *rest, group_size, split_k_iters) -> str | None:
     """Where XLA is as fast."""
-    return kernels.declines(activations, weight.shape[0])
+    n, words = weight.shape
+    return kernels.declines(activations, n, quantised.awq(words, group_size))
 
 
 @awq_matmul.kernel("triton", platforms=("cuda",), refuses=refuses_triton, declines=declines_triton)

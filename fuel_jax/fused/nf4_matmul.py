@@ -272,9 +272,11 @@ def refuses_triton(activations, w_packed, absmax, *, block_size, low_nibble_firs
     return kernels.refuses(activations, w_packed, absmax) or kernels.refuses_groups(block_size)
 
 
-def declines_triton(activations, w_packed, *rest, **params) -> str | None:
+def declines_triton(activations, w_packed, absmax, *, block_size, low_nibble_first) -> str | None:
     """Where XLA is as fast."""
-    return kernels.declines(activations, w_packed.shape[0])
+    n, half_k = w_packed.shape
+    packing = quantised.nf4(half_k // 4, block_size, low_nibble_first, LEVELS)
+    return kernels.declines(activations, n, packing)
 
 
 @nf4_matmul.kernel("triton", platforms=("cuda",), refuses=refuses_triton, declines=declines_triton)

@@ -241,7 +241,7 @@ def refuses_triton(a, w_q_bytes, *, quant_type, k, n) -> str | None:
 
 def declines_triton(a, w_q_bytes, *, quant_type, k, n) -> str | None:
     """Where XLA is as fast."""
-    return kernels.declines(a, n)
+    return kernels.declines(a, n, quantised.GGUF[quant_type](k))
 
 
 @qmatmul.kernel("triton", platforms=("cuda",), refuses=refuses_triton, declines=declines_triton)

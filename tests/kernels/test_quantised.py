@@ -146,7 +146,7 @@ def operands(name, m, k, n, dtype):
     ("name", "m", "dtype"),
     [
         *(("awq", 1, "bfloat16"), ("nf4", 4, "float16"), ("Q6K", 1, "float32")),
-        *(("awq", 100, "bfloat16"), ("nf4", 16, "bfloat16"), ("Q6K", 64, "float32")),
+        *(("awq", 100, "bfloat16"), ("nf4", 16, "bfloat16"), ("Q6K", 8, "float32")),
     ],
 )
 def test_lowers(name, m, dtype):
@@ -162,6 +162,8 @@ def test_lowers(name, m, dtype):
         ("nf4", 128, 4096, 14336, "float16", None),
         ("awq", 129, 4096, 14336, "bfloat16", "decodes too often"),
         ("awq", 1, 1024, 512, "bfloat16", "decoded as fast by XLA"),
+        ("Q6K", 8, 4096, 14336, "float32", None),
+        ("Q6K", 9, 4096, 14336, "float32", "gathered for few"),
         ("nf4", 1, 4096, 14336, "float64", "float64 is left to XLA"),
     ],
 )
