@@ -44,7 +44,8 @@ def awq_weight(n, k, group_size):
     zeros = RNG.integers(0, 2**32, (n, -(-groups // 8)), np.uint32)
     scales = RNG.uniform(0.02, 0.06, (n, 8 * zeros.shape[1])).astype(np.float16)
     arrays = (weight, zeros, scales)
-    rows = awq.decoder(*map(jnp.asarray, arrays), jnp.float32, group_size=group_size)
+    codes, points, steps = map(jnp.asarray, arrays)
+    rows = awq.decoder(codes, points, steps, jnp.float32, group_size=group_size)
     return arrays, quantised.awq(k // 8, group_size), np.asarray(rows(0, n), np.float64)
 
 
@@ -182,12 +183,24 @@ def test_choice(name, m, k, n, dtype, reason):
         assert reason in choice.why_not
 
 
-def test_what_no_tile_of_words_holds():
-    awq_params, nf4_params = {"group_size": 24}, {"block_size": 2}
-    of = jax.ShapeDtypeStruct
-    grouped = (of((4, 12), "uint32"), of((4, 1), "uint32"), of((4, 8), "float16"))
-    choices = awq.awq_matmul.explain(of((1, 96), "float32"), *grouped, **awq_params).forward
-    assert "groups of 24" in next(c.why_not for c in choices if c.kernel.name == "triton")
-    pair = (of((4, 1), "uint8"), of((4, 1), "float32"))
-    choices = nf4.nf4_matmul.explain(of((1, 2), "float32"), *pair, **nf4_params).forward
-    assert "not whole words" in next(c.why_not for c in choices if c.kernel.name == "triton")
+@pytest.mark.parametrize(
+    ("op", "arrays", "params", "reason"),
+    [
+        (
+            awq.awq_matmul,
+            [("float32", 96), ("uint32", 12), ("uint32", 1), ("float16", 8)],
+            {"group_size": 24},
+            "groups of 24",
+        ),
+        (
+            nf4.nf4_matmul,
+            [("float32", 2), ("uint8", 1), ("float32", 1)],
+            {"block_size": 2},
+            "not whole words",
+        ),
+    ],
+)
+def test_what_no_tile_of_words_holds(op, arrays, params, reason):
+    shapes = [jax.ShapeDtypeStruct((4, columns), dtype) for dtype, columns in arrays]
+    choices = op.explain(*shapes, **params).forward
+    assert reason in next(c.why_not for c in choices if c.kernel.name == "triton")
