@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import ssd as kernels
+from pallas_kernels import ssd as kernels, ssd_gradient as gradient_kernels
 
 from .._op import Precision
 from ..numerics import product_precision, uncontracted, wide, zeros
@@ -278,6 +278,6 @@ def ssd_chunk_scan(
 # -- on NVIDIA GPUs ------------------------------------------------------------------------
 
 ssd_chunk_scan.kernel("triton", platforms=("cuda",), refuses=kernels.refuses)(kernels.scan)
-ssd_chunk_scan_backward.kernel("triton", platforms=("cuda",), refuses=kernels.refuses_gradient)(
-    kernels.gradient
-)
+ssd_chunk_scan_backward.kernel(
+    "triton", platforms=("cuda",), refuses=gradient_kernels.refuses_gradient
+)(gradient_kernels.gradient)

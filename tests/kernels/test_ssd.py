@@ -10,11 +10,13 @@ from hypothesis import given, settings, strategies as st
 
 from fuel_jax.fused import ssd_chunk_scan as op
 from pallas_kernels import ssd as kernels
+from pallas_kernels._ssd import Tile
+from pallas_kernels.ssd_gradient import gradient
 
 from ..fused.test_ssd_chunk_scan import oracle
 from .test_launch import lowered
 
-FORWARD, BACKWARD = kernels.Tile(16, 16, 4, 2), kernels.Tile(16, 64, 8, 1)
+FORWARD, BACKWARD = Tile(16, 16, 4, 2), Tile(16, 64, 8, 1)
 
 
 def drawn(batch, length, heads, p, groups, n, dtype, *, continued, decay=1.0):
@@ -66,7 +68,7 @@ def test_gradient(shape, continued, splits):
     back = op.ssd_chunk_scan_backward
     body = functools.partial(back.body, chunk_size=length)
     want = jax.jit(body)(*in_float64([*xs, *given]))
-    got = kernels.gradient(*xs, *given, interpret=True, tile=BACKWARD, edge=FORWARD, splits=splits)
+    got = gradient(*xs, *given, interpret=True, tile=BACKWARD, edge=FORWARD, splits=splits)
     assert [d.dtype for d in got] == [dtype] * 5 + ["float32"]
     within_promise(got, want, roundings=2 if dtype == "bfloat16" else 1)  # of states, too
 
@@ -77,7 +79,7 @@ def test_strong_decays_leave_the_digits_of_what_follows():
     x, dt, _, b, c = xs
     dt = jnp.where(jnp.arange(64)[None, :, None] < 32, 60.0, dt).astype("float16")
     xs = x, dt, jnp.array([-1.0, -0.01], "float16"), b, c
-    tile = kernels.Tile(64, 16, 4, 2)
+    tile = Tile(64, 16, 4, 2)
     within_promise(kernels.scan(*xs, interpret=True, tile=tile), oracle(*xs))
 
 
