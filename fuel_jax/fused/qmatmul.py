@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import quantised, quantised_matmul as kernels
+from pallas_kernels import quantised_gguf, quantised_matmul as kernels
 
 from .._op import Precision
 from ..op_kind import FusedOps, OpKind
@@ -241,12 +241,12 @@ def refuses_triton(a, w_q_bytes, *, quant_type, k, n) -> str | None:
 
 def declines_triton(a, w_q_bytes, *, quant_type, k, n) -> str | None:
     """Where XLA is as fast."""
-    return kernels.declines(a, n, quantised.GGUF[quant_type](k))
+    return kernels.declines(a, n, quantised_gguf.GGUF[quant_type](k))
 
 
 @qmatmul.kernel("triton", platforms=("cuda",), refuses=refuses_triton, declines=declines_triton)
 def qmatmul_by_triton(a, w_q_bytes, *, quant_type, k, n, interpret=False):
     """Decoded in registers."""
-    packing = quantised.GGUF[quant_type](k)
+    packing = quantised_gguf.GGUF[quant_type](k)
     options = {"name": f"qmatmul_{quant_type.lower()}", "interpret": interpret}
     return kernels.product(a, (w_q_bytes,), n, packing, **options)

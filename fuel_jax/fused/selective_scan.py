@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import selective_scan as kernels
+from pallas_kernels import selective_scan as kernels, selective_scan_gradient as gradient_kernels
 
 from .._op import Precision
 from ..numerics import product_precision, wide, zeros
@@ -251,9 +251,9 @@ selective_scan.kernel(
 selective_scan_backward.kernel(
     "triton",
     platforms=("cuda",),
-    refuses=kernels.refuses_gradient,
-    declines=kernels.declines_gradient,
-)(kernels.backward)
+    refuses=gradient_kernels.refuses_gradient,
+    declines=gradient_kernels.declines_gradient,
+)(gradient_kernels.backward)
 
 
 # -- as people write it --------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 
 from fuel_jax.fused import awq_matmul as awq, nf4_matmul as nf4, qmatmul as gguf
 from fuel_jax.fused._gguf_blocks import FORMATS
-from pallas_kernels import quantised, quantised_dot, quantised_rows
+from pallas_kernels import quantised, quantised_dot, quantised_gguf, quantised_rows
 from pallas_kernels.quantised_rows import Cut
 
 from .test_launch import lowered
@@ -34,7 +34,7 @@ def gguf_weight(n, k, quant_type):
     loose = blocks.reshape(-1)
     words = np.pad(loose, (0, -loose.size % 4)).view("<u4").astype(np.uint32)
     rows = gguf.decoder(jnp.asarray(words), jnp.float32, quant_type=quant_type, k=k, n=n)
-    return (words,), quantised.GGUF[quant_type](k), np.asarray(rows(0, n), np.float64)
+    return (words,), quantised_gguf.GGUF[quant_type](k), np.asarray(rows(0, n), np.float64)
 
 
 def awq_weight(n, k, group_size):

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from fuel_jax import causal_conv1d, selective_scan
-from pallas_kernels import causal_conv1d as convolution, selective_scan as scan
+from pallas_kernels import causal_conv1d as convolution
 from pallas_kernels._launch import INTERPRETED
+from pallas_kernels._selective_scan import Tile, logistic, softplus as softplus_of
+from pallas_kernels.selective_scan import forward
+from pallas_kernels.selective_scan_gradient import backward
 
 from .test_launch import lowered
 
@@ -54,10 +57,10 @@ def in_float64(xs):
 
 # batch, steps, channels, states; dtype; by softplus; continued; tile
 SCANS = {
-    "one of everything": ((1, 1, 1, 1), "float32", True, True, scan.Tile(1, 1, 2)),
-    "steps and channels left over": ((2, 5, 9, 5), "bfloat16", True, True, scan.Tile(1, 1, 2)),
-    "two channels of a thread": ((1, 4, 40, 16), "float32", False, False, scan.Tile(2, 2, 2)),
-    "all states of a thread": ((1, 3, 33, 16), "float16", False, True, scan.Tile(1, 4, 2)),
+    "one of everything": ((1, 1, 1, 1), "float32", True, True, Tile(1, 1, 2)),
+    "steps and channels left over": ((2, 5, 9, 5), "bfloat16", True, True, Tile(1, 1, 2)),
+    "two channels of a thread": ((1, 4, 40, 16), "float32", False, False, Tile(2, 2, 2)),
+    "all states of a thread": ((1, 3, 33, 16), "float16", False, True, Tile(1, 4, 2)),
 }
 
 
@@ -65,7 +68,7 @@ SCANS = {
 def test_scan_against_float64(case):
     shape, dtype, softplus, continued, tile = SCANS[case]
     xs = operands(*shape, dtype, continued)
-    got = scan.forward(*xs, delta_softplus=softplus, interpret=True, tile=tile)
+    got = forward(*xs, delta_softplus=softplus, interpret=True, tile=tile)
     for x, want in zip(got, reference(*in_float64(xs), softplus=softplus), strict=True):
         close(x, want, selective_scan.precision)
     assert [x.dtype for x in got] == [dtype, "float32"]
@@ -78,7 +81,7 @@ def test_gradient_of_scan_against_float64(case):
     array = drawn(0, dtype)
     g = array(*xs[0].shape)
     dlast = array(shape[0], *xs[2].shape, dtype="float32") if continued else None
-    got = scan.backward(
+    got = backward(
         *xs[:5], g, xs[5], dlast, delta_softplus=softplus, interpret=True, tile=tile, edges=tile
     )
     start = jnp.zeros((shape[0], *xs[2].shape)) if xs[5] is None else xs[5]
@@ -93,8 +96,8 @@ def test_gradient_of_scan_against_float64(case):
 def test_a_scan_in_parts():
     """Four of six steps: the state before each comes from those after the ones before it."""
     xs = operands(2, 24, 5, 3, "float32", continued=True)
-    tile = scan.Tile(1, 1, 2)
-    got = scan.forward(*xs, delta_softplus=True, interpret=True, tile=tile, parts=4)
+    tile = Tile(1, 1, 2)
+    got = forward(*xs, delta_softplus=True, interpret=True, tile=tile, parts=4)
     for x, want in zip(got, reference(*in_float64(xs), softplus=True), strict=True):
         close(x, want, selective_scan.precision)
 
@@ -117,7 +120,7 @@ def test_a_long_scan_of_slow_decay():
     length = 4096
     u, delta, a, b, c, _ = operands(1, length, 3, 2, "float32", continued=False)
     xs = u, 0.01 * abs(delta) + 0.001, a - 0.1, b, c
-    y, _ = scan.forward(*xs, None, delta_softplus=False, interpret=True, tile=scan.Tile(1, 1, 2))
+    y, _ = forward(*xs, None, delta_softplus=False, interpret=True, tile=Tile(1, 1, 2))
     u, delta, a, b, c = (np.asarray(x, np.float64) for x in xs)
     h, want = np.zeros(a.shape), np.zeros(u.shape)
     for t in range(length):
@@ -131,8 +134,8 @@ def test_softplus_is_right_where_it_is_small():
     """As it is in trained models: Δ near 0.001.  Relative to itself, not to the largest."""
     x = np.linspace(-15, 100, 3001, dtype=np.float32)
     with INTERPRETED(True):
-        got = scan.softplus(jnp.asarray(x))
-        slope = scan.logistic(jnp.asarray(x))
+        got = softplus_of(jnp.asarray(x))
+        slope = logistic(jnp.asarray(x))
     want = np.logaddexp(0, x.astype(np.float64))
     np.testing.assert_allclose(got, want, rtol=2e-6)
     np.testing.assert_allclose(slope, 1 / (1 + np.exp(-x.astype(np.float64))), rtol=2e-6)
@@ -143,8 +146,8 @@ def test_infinite_inputs_stay_what_they_are():
     xs = operands(1, 3, 2, 3, "float32", continued=False)
     u = xs[0].at[0, 1, 0].set(np.inf)
     given = u, abs(xs[1]), xs[2], abs(xs[3]), abs(xs[4]), None
-    tile = scan.Tile(1, 1, 2)
-    y, h = scan.forward(*given, delta_softplus=False, interpret=True, tile=tile)
+    tile = Tile(1, 1, 2)
+    y, h = forward(*given, delta_softplus=False, interpret=True, tile=tile)
     want, last = selective_scan.body(*given, delta_softplus=False)
     assert np.isposinf(want[0, 1:, 0]).all()
     np.testing.assert_allclose(y, want, rtol=1e-5)

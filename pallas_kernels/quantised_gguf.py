@@ -1,0 +1,264 @@
+"""The blocks of GGUF, as llama.cpp stores them, read in place; see ``quantised.py``."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._rows import counted
+from .quantised import Packing, Part, Tile, fields, half, load, number, powers, shifted, within
+
+#
+# The bytes of the rows, one after the other, in words.  Blocks have an even number of bytes and
+# may begin in the middle of a word.  Layouts as in ggml's ggml-common.h.
+
+
+def halves_at(words: Any, byte: Tile) -> Tile:
+    """Two bytes, and what follows in that word, at even offsets."""
+    return shifted(load(words, byte >> 2), 8 * (byte & 2))
+
+
+def words_at(words: Any, byte: Tile) -> Tile:
+    """Four bytes, at even offsets."""
+    word, between = byte >> 2, byte & 2 != 0
+    low, high = load(words, word), load(words, word + between.astype(jnp.int32))
+    return jnp.where(between, low >> jnp.uint32(16) | high << jnp.uint32(16), low)
+
+
+class Blocks(NamedTuple):
+    """Blocks of a row: their bytes, their units, and how these are arranged."""
+
+    units: int
+    bytes: int
+    of_block: int
+    each: int
+    """Units that are read as one axis."""
+
+    def shape(self, count: int) -> tuple[int, int]:
+        """Some of them, several times."""
+        return count // self.each, self.each
+
+    def at(self, row: Tile, first: int, count: int) -> tuple[Tile, Tile]:
+        """The byte where the block of each unit begins, and the number of the unit in its block."""
+        outer, each = self.shape(count)
+        unit = first + counted(outer)[:, None] * each + counted(each)[None, :]
+        unit = within(unit, first, count, self.units)
+        block = row[:, None, None] * (self.units // self.of_block) + unit // self.of_block
+        return block * self.bytes, unit % self.of_block
+
+
+BYTES = (0, 8, 16, 24)  # shifts
+NIBBLES = (*BYTES, *(4 + shift for shift in BYTES))  # low ones, then high ones
+LOW_NIBBLES, LOW_PAIRS, LOW_BITS = (np.uint32(0x01010101 * x) for x in (15, 3, 1))
+
+
+def of_32(k: int, size: int, bits: int, less: int, has_minimum: bool) -> Packing:
+    """Q4, Q5, Q8:  d[2] (m[2]) (fifth bits[4]) codes;  units of four bytes.
+
+    Codes of four and five bits: low nibbles of 16 bytes, then the high ones.
+    """
+    of_block = 8 if bits == 8 else 4
+    index = Blocks(k // 32 * of_block, size, of_block, of_block)
+    codes_at = size - 4 * of_block
+
+    def read(refs, row, first, count):
+        (words,) = refs
+        block, i = index.at(row, first, count)
+        code = words_at(words, block + codes_at + 4 * i)
+        d = halves_at(words, block)
+        m = halves_at(words, block + 2) if has_minimum else None
+        fifth = shifted(words_at(words, block + codes_at - 4), 4 * i) if bits == 5 else None
+        return code, d, m, fifth
+
+    def parts(raw):
+        code, d, m, fifth = raw
+        if bits == 8:
+            codes = fields(code ^ jnp.uint32(0x80808080), 8, BYTES)
+        elif bits == 4:
+            codes = fields(code, 4, NIBBLES)
+        else:
+            low = code & LOW_NIBBLES | spread(fifth)
+            high = shifted(code, 4) & LOW_NIBBLES | spread(shifted(fifth, 16))
+            codes = fields(low, 5, BYTES) + fields(high, 5, BYTES)
+        return (Part(codes, half(d), half(m) if has_minimum else None, less),)
+
+    def planes(x):
+        if bits == 8:
+            return x.reshape(len(x), 1, index.units, 4).swapaxes(2, 3)
+        x = x.reshape(len(x), -1, 2, 4, 4).transpose(0, 2, 4, 1, 3)  # half, byte, block, word
+        return x.reshape(len(x), 1, 8, index.units)
+
+    exponents = powers(bits, {8: BYTES, 4: NIBBLES, 5: BYTES + BYTES}[bits])
+    return Packing(index.units, index.shape, exponents, True, True, False, planes, read, parts)
+
+
+def spread(bits: Tile) -> Tile:
+    """Four bits, each the fifth one of a byte."""
+    each = (bits & jnp.uint32(15)) * jnp.uint32(0x00204081)
+    return (each & LOW_BITS) << jnp.uint32(4)
+
+
+def q45k(k: int, bits: int) -> Packing:
+    """Q4K, Q5K:  d[2] dmin[2], scales and minima[12], (fifth bits[32],) q[128].
+
+    Eight groups of 32: low and high nibbles of 32 bytes, four times.  Whole words.
+    """
+    size = 36 if bits == 4 else 44  # words
+    units = k // 256 * 32
+    shifts = (NIBBLES[:4], NIBBLES[4:]) if bits == 4 else (BYTES, BYTES)
+
+    def read(refs, row, first, count):
+        (words,) = refs
+        chunk = within(first // 8 + counted(count // 8), first // 8, count // 8, units // 8)
+        block = (row[:, None] * (k // 256) + chunk // 4) * size
+        at = (block + size - 32 + chunk % 4 * 8)[..., None] + counted(8)
+        head = tuple(load(words, block + i) for i in range(4))
+        fifth = load(words, (block + 4)[..., None] + counted(8)) if bits == 5 else None
+        return load(words, at), fifth, head, chunk % 4
+
+    def parts(raw):
+        words, fifth, head, chunk = raw
+        d, least = half(head[0]), half(shifted(head[0], 16))
+        found = []
+        for j in (0, 1):
+            scale, minimum = six_bits(head[1:], 2 * chunk + j)
+            code = words
+            if bits == 5:
+                high = shifted(fifth, (2 * chunk + j)[..., None]) & LOW_BITS
+                code = shifted(words, 4 * j) & LOW_NIBBLES | high << jnp.uint32(4)
+            codes = fields(code, bits, shifts[j])
+            found.append(Part(codes, (d * scale)[..., None], -(least * minimum)[..., None]))
+        return tuple(found)
+
+    def planes(x):
+        x = x.reshape(len(x), -1, 2, 8, 4).transpose(0, 2, 4, 1, 3)  # half, byte, chunk, word
+        return x.reshape(len(x), 2, 4, units)
+
+    shape = lambda count: (count // 8, 8)
+    return Packing(units, shape, powers(bits, *shifts), True, True, True, planes, read, parts)
+
+
+def six_bits(words: tuple[Tile, ...], group: Tile) -> tuple[Tile, Tile]:
+    """Scale and minimum of a group of eight: four of each whole, four in pieces."""
+    x, y, z = (shifted(w, group % 4 * 8) & jnp.uint32(255) for w in words)
+    whole = group < 4
+    four, six = jnp.uint32(15), jnp.uint32(63)
+    high = lambda v: v >> jnp.uint32(6) << jnp.uint32(4)
+    scale = jnp.where(whole, x & six, z & four | high(x))
+    minimum = jnp.where(whole, y & six, z >> jnp.uint32(4) | high(y))
+    return number(scale, 0, 6), number(minimum, 0, 6)
+
+
+def in_quarters(x: jax.Array, units: int) -> jax.Array:
+    """Planes of 2-bit codes: those of 32 bytes, lowest field first, twice to a block."""
+    x = x.reshape(len(x), -1, 4, 8, 4).transpose(0, 2, 4, 1, 3)  # field, byte, half, word
+    return x.reshape(len(x), 4, 4, units)
+
+
+def q2k(k: int) -> Packing:
+    """Scales and minima[16] q[64] d[2] dmin[2];  16 codes a word, in four groups."""
+    index = Blocks(k // 256 * 16, 84, 16, 8)
+    shifts = [[2 * f + shift for shift in BYTES] for f in range(4)]
+
+    def read(refs, row, first, count):
+        (words,) = refs
+        block, i = index.at(row, first, count)
+        of_half = block + i // 8 * 8
+        scales = tuple(shifted(load(words, (of_half + j) >> 2), i % 8 // 4 * 8) for j in (0, 4))
+        return load(words, (block + 16 + 4 * i) >> 2), scales, load(words, (block + 80) >> 2)
+
+    def parts(raw):
+        words, scales, head = raw
+        d, least = half(head), half(shifted(head, 16))
+        found = []
+        for f in range(4):
+            pair = shifted(scales[f // 2], 16 * (f % 2))
+            minimum = -(least * number(pair, 4, 4))
+            found.append(Part(fields(words, 2, shifts[f]), d * number(pair, 0, 4), minimum))
+        return tuple(found)
+
+    planes = functools.partial(in_quarters, units=index.units)
+    return Packing(
+        index.units, index.shape, powers(2, *shifts), True, True, False, planes, read, parts
+    )
+
+
+def q3k(k: int) -> Packing:
+    """Third bits[32] q[64] scales[12] d[2];  16 codes a word, in four groups."""
+    index = Blocks(k // 256 * 16, 110, 16, 8)
+
+    def read(refs, row, first, count):
+        (words,) = refs
+        block, i = index.at(row, first, count)
+        of_half = i // 8 * 4  # bits
+        third = shifted(words_at(words, block + i % 8 * 4), of_half)
+        scales = tuple(shifted(words_at(words, block + j), of_half) for j in (96, 100, 104))
+        code = words_at(words, block + 32 + 4 * i)
+        return code, third, scales, halves_at(words, block + 108), i % 8 // 4 * 8
+
+    def parts(raw):
+        words, third, (*low, high), head, byte = raw
+        d = half(head)
+        found = []
+        for f in range(4):
+            bits = shifted(third, f) & LOW_BITS
+            code = shifted(words, 2 * f) & LOW_PAIRS | bits << jnp.uint32(2)
+            at = byte + 16 * (f % 2)
+            six = number(low[f // 2], at, 4) + 16 * number(high, at + f // 2 * 2, 2)
+            found.append(Part(fields(code, 3, BYTES), d * (six - 32), less=4))
+        return tuple(found)
+
+    planes = functools.partial(in_quarters, units=index.units)
+    exponents = powers(3, *[BYTES] * 4)
+    return Packing(index.units, index.shape, exponents, True, True, False, planes, read, parts)
+
+
+def q6k(k: int) -> Packing:
+    """q[128] fifth and sixth bits[64] scales[16] d[2];  eight codes a word, in two groups."""
+    index = Blocks(k // 256 * 32, 210, 32, 16)
+
+    def read(refs, row, first, count):
+        (words,) = refs
+        block, i = index.at(row, first, count)
+        upper = shifted(words_at(words, block + 128 + i // 16 * 32 + i % 8 * 4), i % 16 // 8 * 2)
+        at = block + 192 + i // 16 * 8 + i % 16 // 4  # of the scale of the low nibbles
+        scales = tuple(shifted(load(words, (at + j) >> 2), 8 * ((at + j) & 3)) for j in (0, 4))
+        return words_at(words, block + 4 * i), upper, scales, halves_at(words, block + 208)
+
+    def parts(raw):
+        words, upper, scales, head = raw
+        d = half(head)
+        found = []
+        for j in (0, 1):
+            bits = shifted(upper, 4 * j) & LOW_PAIRS
+            code = shifted(words, 4 * j) & LOW_NIBBLES | bits << jnp.uint32(4)
+            scale = number(scales[j] ^ jnp.uint32(128), 0, 8) - 128  # of two's complement
+            found.append(Part(fields(code, 6, BYTES), d * scale, less=32))
+        return tuple(found)
+
+    def planes(x):
+        x = x.reshape(len(x), -1, 2, 16, 4).transpose(0, 2, 4, 1, 3)  # half, byte, run, word
+        return x.reshape(len(x), 2, 4, index.units)
+
+    exponents = powers(6, BYTES, BYTES)
+    return Packing(index.units, index.shape, exponents, True, True, False, planes, read, parts)
+
+
+GGUF: dict[str, Callable[[int], Packing]] = {
+    "Q4_0": lambda k: of_32(k, 18, 4, 8, False),
+    "Q4_1": lambda k: of_32(k, 20, 4, 0, True),
+    "Q5_0": lambda k: of_32(k, 22, 5, 16, False),
+    "Q5_1": lambda k: of_32(k, 24, 5, 0, True),
+    "Q8_0": lambda k: of_32(k, 34, 8, 128, False),
+    "Q8_1": lambda k: of_32(k, 36, 8, 128, False),
+    "Q2K": q2k,
+    "Q3K": q3k,
+    "Q4K": lambda k: q45k(k, 4),
+    "Q5K": lambda k: q45k(k, 5),
+    "Q6K": q6k,
+}
+GGUF |= {f"Q{bits}_K": GGUF[f"Q{bits}K"] for bits in (2, 3, 4, 5, 6)}  # ggml's spelling
+GGUF |= {"Q4_K_M": GGUF["Q4K"]}  # Fuel's second name

@@ -1,0 +1,169 @@
+"""The gradient of Mamba's recurrence, from its states computed again.
+
+grid      batch × blocks of channels, twice: from the beginning, to write the state before every few
+          steps; then from the end, where the states between two of those are computed again
+reads     u, Δ and b twice, c and dy once, the states written once
+writes    the gradients once; those of b and c once for each block of channels, added up later
+bound by  instructions, and latency: 29 for each state and step, of which sums are the half.
+          Measured on an H200 at B8 L2048 D2048 N16 bfloat16: 1626 µs
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._launch import LIMIT, LOG2_E, cdiv, fma, like
+from ._selective_scan import (
+    PORTION,
+    Activation,
+    Program,
+    Size,
+    Tile,
+    advance,
+    decays,
+    logistic,
+    operands,
+    padded,
+    products,
+    run,
+    step_size,
+)
+from .selective_scan import FORWARD, declines, forward_kernel, refuses
+
+BACKWARD = Tile(channels=2, pieces=1, steps=4)
+
+
+def declines_gradient(*operands: Any, **params: Any) -> str | None:
+    """Until it was compared on a GPU: it was timed there, and compared where it is interpreted."""
+    return declines(*operands) or "its results were not compared with float64 on a GPU yet"
+
+
+def refuses_gradient(u: Any, delta: Any, a: Any, *rest: Any, **params: Any) -> str | None:
+    """Why they cannot serve the gradient, or None."""
+    (batch, length, d), n = u.shape, padded(a.shape[1])
+    if batch * n * max(cdiv(length, BACKWARD.steps) * d, length * BACKWARD.blocks(d, n)) >= LIMIT:
+        return "what it writes between two kernels has 2³¹ elements and more"
+    return refuses(u, delta, a, *rest)
+
+
+def backward_kernel(
+    *refs: Any,
+    names: list[str],
+    size: Size,
+    tile: Tile,
+    activate: Activation,
+    slope: Activation,
+) -> None:
+    """Some channels of one sequence, from its end to its beginning."""
+    my = Program(dict(zip(names, refs, strict=True)), size, tile)
+    a = my.matrix("a")
+    full, rest = divmod(size.length, tile.steps)
+
+    def given(row, k):
+        """What a step begins with."""
+        return (
+            *(my.per_channel(name, row, k) for name in ("delta", "u")),
+            my.per_state("b", row, k),
+        )
+
+    def block(i, carry, count=tile.steps):
+        """The ``count`` steps after the state before block i."""
+        states, row = [my.matrix("edges", my.sequence, i)], my.row(i * tile.steps)
+        for k in range(count):
+            delta, u, b = given(row, k)
+            sizes = list(map(activate, delta))
+            states.append(advance(states[-1], sizes, products(sizes, u), a, b))
+        for end in range(count, 0, -PORTION):
+            # All of it is read before anything is written: nothing read may overtake a write.
+            steps = range(max(end - PORTION, 0), end)
+            read = [
+                (*given(row, k), my.per_channel("g", row, k), my.per_state("c", row, k))
+                for k in steps
+            ]
+            for k, xs in reversed(list(zip(steps, read, strict=True))):
+                carry = back(row, k, states[k], states[k + 1], xs, carry)
+        return carry
+
+    def back(row, k, before, h, xs, carry):
+        """The gradients of one step, and the carry before it."""
+        (delta, u, b, g, c), (lam, da) = xs, carry
+        sizes = list(map(activate, delta))
+        inputs = products(sizes, u)
+        spread = [jnp.broadcast_to(x, my.shape) for x in c]
+        lam = [
+            [fma(y, into[:, None], x) for x, y in zip(xs, spread, strict=True)]
+            for xs, into in zip(lam, g, strict=True)
+        ]
+        my.write_per_state("db", row, k, my.over_channels(lam, inputs))
+        my.write_per_state("dc", row, k, my.over_channels(h, g))
+        along_b = [my.over_states(xs, b) for xs in lam]
+        my.write_per_channel("du", row, k, products(sizes, along_b))
+        lam = [
+            products(decays(step, rates), xs) for step, rates, xs in zip(sizes, a, lam, strict=True)
+        ]
+        dkeep = [products(xs, past) for xs, past in zip(lam, before, strict=True)]
+        along_a = [my.over_states(xs, rates) for xs, rates in zip(dkeep, a, strict=True)]
+        ddelta = [
+            (x * y + z / LOG2_E) * slope(raw)
+            for x, y, z, raw in zip(u, along_b, along_a, delta, strict=True)
+        ]
+        my.write_per_channel("ddelta", row, k, ddelta)
+        da = [
+            [fma(x, step[:, None], y) for x, y in zip(xs, ys, strict=True)]
+            for xs, step, ys in zip(dkeep, sizes, da, strict=True)
+        ]
+        return lam, da
+
+    carry = my.matrix_or_zeros("dlast"), my.matrix_or_zeros("")
+    carry = block(np.int32(full), carry, rest) if rest else carry
+    first, end = np.int32(0), np.int32(full)
+    lam, da = lax.fori_loop(first, end, lambda i, carry: block(full - 1 - i, carry), carry)
+    my.write_matrix("da", da, my.sequence)
+    my.write_matrix("dstart", lam, my.sequence)
+
+
+def backward(
+    u: jax.Array,
+    delta: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    upstream: jax.Array,
+    initial_state: jax.Array | None,
+    dlast_state: jax.Array | None,
+    *,
+    delta_softplus: bool,
+    interpret: bool = False,
+    tile: Tile = BACKWARD,
+    edges: Tile = FORWARD,
+) -> tuple[jax.Array, ...]:
+    """The gradients of u, Δ, a, b, c and the initial state; arguments as of the forward."""
+    (batch, length, d), n = u.shape, a.shape[1]
+    activate = step_size(delta_softplus)
+    given = operands(u, delta, a, b, c, start=initial_state, dlast=dlast_state)
+    padded_n = given["a"].shape[1]
+    f32 = lambda *shape: like(u, shape, jnp.float32)
+    out = {"edges": f32(batch, cdiv(length, tile.steps), d, padded_n)}
+    kernel = functools.partial(forward_kernel, activate=activate, every=tile.steps)
+    before = {name: x for name, x in given.items() if name not in ("c", "dlast")}
+    found = run(kernel, "selective_scan_states", before, out, n, edges, interpret)
+    given = {name: x for name, x in given.items() if name != "start"} | found | {"g": upstream}
+    parts = f32(tile.blocks(d, padded_n), batch, length, padded_n)
+    matrix = f32(batch, d, padded_n)
+    out = {"du": like(u), "ddelta": like(u), "da": matrix, "db": parts, "dc": parts}
+    kernel = functools.partial(
+        backward_kernel,
+        activate=activate,
+        slope=logistic if delta_softplus else lambda x: jnp.ones(x.shape, jnp.float32),
+    )
+    out |= {"dstart": matrix}
+    found = run(kernel, "selective_scan_backward", given, out, n, tile, interpret)
+    summed = lambda name: jnp.sum(found[name], 0)[..., :n].astype(u.dtype)
+    return (
+        *(found["du"], found["ddelta"], summed("da"), summed("db"), summed("dc")),
+        found["dstart"][..., :n],
+    )
