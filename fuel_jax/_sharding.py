@@ -232,7 +232,7 @@ def split(
     """
 
     def over_devices(*arrays: Any) -> Any:
-        mesh = jax.sharding.get_abstract_mesh()
+        mesh = mesh_of(arrays)
         if mesh.manual_axes:
             return run(*arrays)  # inside shard_map: it is a part already
         if mesh.abstract_device is not None and not is_here(mesh.abstract_device):
@@ -281,6 +281,15 @@ def splitting(splits: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
+def mesh_of(arrays: Sequence[Any]) -> Any:
+    """The mesh around a call, or outside of any, that of explicit axes in the arrays' types."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        meshes = [jax.typeof(x).sharding.mesh for x in arrays if x is not None]
+        return next((m for m in meshes if AxisType.Explicit in m.axis_types), mesh)
+    return mesh
+
+
 def is_here(device: Any) -> bool:
     """Whether this machine has such devices: programs are lowered for others, too."""
     try:
@@ -305,7 +314,10 @@ def by_shard_map(part: Callable[..., list[Any]], rule: Rule, mesh: Any, arrays: 
     """Where types say how arrays are laid out."""
     split = rule.split(mesh, [jax.typeof(x).sharding.spec for x in arrays])
     operands = rule.specs(rule.operands, split)
-    given = [jax.sharding.reshard(x, spec) for x, spec in zip(arrays, operands, strict=True)]
+    given = [
+        jax.sharding.reshard(x, NamedSharding(mesh, spec))
+        for x, spec in zip(arrays, operands, strict=True)
+    ]
     results = rule.specs(rule.results, split)
     return jax.shard_map(
         summed(part, rule, split),
