@@ -173,10 +173,11 @@ def flash_attn(
 ) -> Any:  # an array, or a pair with return_lse
     """softmax(mask(cap(q·kᵀ·scale) − alibi·|distance|)) · v,  head by head.
 
-    Scores and sums in float32 (float64 for float64 operands), rounded once.  Query i stands at
-    position i + k_len − sq among the keys (the last query at the last key in use), also where that
-    is negative.  A row that sees no key is 0, and so are its gradients.  A key that a row does not
-    see is not multiplied: NaN or inf stored there stays there.
+    Scores and sums in float32 (float64 for float64 operands), rounded once; on NVIDIA GPUs weights
+    are rounded to halves before they meet values in halves.  Query i stands at position
+    i + k_len − sq among the keys (the last query at the last key in use), also where that is
+    negative.  A row that sees no key is 0, and so are its gradients.  A key that a row does not see
+    is not multiplied: NaN or inf stored there stays there.
 
     The gradient takes no more memory than the forward.  A second derivative is that of the dense
     form: it holds whole matrices of scores.

@@ -119,8 +119,9 @@ def paged_attn(
 ) -> Floats[Array, "b h sq dv"]:
     """softmax(mask(cap(q·kᵀ·scale) − alibi·|distance|)) · v,  keys and values read by block.
 
-    Scores and sums in float32 (float64 for float64 operands), rounded once.  Token t of a sequence
-    lies in its block ``block_table[t // bs]``, at ``t % bs``.  Causal: query i stands at position
+    Scores and sums in float32 (float64 for float64 operands), rounded once; on NVIDIA GPUs weights
+    are rounded to halves before they meet values in halves.  Token t of a sequence lies in its
+    block ``block_table[t // bs]``, at ``t % bs``.  Causal: query i stands at position
     i + context_len − sq.  One that stands before the first token, or in an empty sequence, gives 0.
     Entries of the table and tokens of a block beyond the length are never read.  Blocks may be
     shared.  Not differentiable.
