@@ -150,7 +150,8 @@ def test_steps_bound_memory():
     q, cache = f32(4, 8, 1, 64), f32(1024, 16, 8, 64)
     table = jax.ShapeDtypeStruct((4, 256), jnp.uint32)
     lens = jax.ShapeDtypeStruct((4,), jnp.uint32)
-    assert paged_attn.explain(q, cache, cache, table, lens).forward[0].serves
+    choices = paged_attn.explain(q, cache, cache, table, lens).forward
+    assert {c.kernel.name: c.serves for c in choices}["stepwise"] == ("default",)
     program = jax.jit(paged_attn).lower(q, cache, cache, table, lens).compile()
     copied = 2 * 4 * 256 * 16 * 8 * 64 * 4
     assert program.memory_analysis().temp_size_in_bytes < copied / 2
