@@ -40,7 +40,7 @@ def refuses(q, k, v, *operands, **params) -> str | None:
         return f"{q.dtype.name} is left to XLA; tensor cores take halves"
     if max(q.shape[-1], v.shape[-1]) > WIDEST:
         return f"heads wider than {WIDEST} do not fit on the chip"
-    if max(q.shape[1], q.shape[0] * PROGRAMS) > GRID:
+    if max(q.shape[1], 2 * q.shape[0]) > GRID:  # where parts are more, sequences are few
         return f"{q.shape[0]} sequences of {q.shape[1]} heads are more than a grid has"
     return unavailable(q, k, v)
 

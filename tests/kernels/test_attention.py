@@ -220,3 +220,10 @@ def test_parts_of_the_keys_combine():
 def test_what_it_does_not_take(shape, dtype, reason):
     x = jax.ShapeDtypeStruct(shape, dtype)
     assert reason in flash_attn.explain(x, x, x).forward[0].why_not
+
+
+def test_many_sequences_are_no_obstacle():
+    q, kv = (jax.ShapeDtypeStruct((1000, h, n, 64), "bfloat16") for h, n in ((8, 1), (2, 512)))
+    assert flash_attn.explain(q, kv, kv).forward[0].serves == ("cuda",)
+    plan = triton.forward_plan(1000, 8, 2, 1, 512, 64)
+    assert plan["parts"] == 1
