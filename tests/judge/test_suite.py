@@ -216,11 +216,15 @@ COMMAND = ["profile", "--tiny", *(w for op in OPS for w in ("--op", op)), "--out
 
 
 def profiling(path):
-    """The command in a process of its own."""
+    """The command in a process of its own, which Ctrl-C reaches also if this one ignores it."""
     command = [sys.executable, "-m", "fuel_jax", *COMMAND, str(path)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
-    )
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+        )
+    finally:
+        signal.signal(signal.SIGINT, heard)
 
 
 def after(process, rows, sent):
