@@ -25,7 +25,6 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ._choose import abstract
@@ -249,6 +248,8 @@ def split(
             out = jax.eval_shape(run, *abstract(arrays))
             found = by_shard_map(part_of, rule_of(arrays, out), mesh, given)
         else:
+            from jax.extend.core import jaxpr_as_fun  # 20 ms, of all of Pallas
+
             traced, out = jax.make_jaxpr(run, return_shape=True)(*arrays)
             found = by_partitioner(jaxpr_as_fun(traced), part_of, rule_of(arrays, out))(*given)
         return jax.tree.unflatten(jax.tree.structure(out), found)
