@@ -14,13 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._choose import server
 from ..errors import ArgumentError
-from ..fused.flash_attn import flash_attn
+from ..fused.flash_attn import flash_attn, flash_attn_backward
 from ..numerics import vary_alike, wide
 from ..types import Array
 
 Order = Literal["zigzag", "contiguous"]
-Block = Callable[[Array, Array, Array], tuple[Array, Array]]  # q, k, v -> o, lse
+Block = Callable[..., tuple[Array, Array]]  # q, k, v -> o, lse
+READ_LSE = ("triton",)  # kernels of the gradient that take lse as given; others make it again
 
 
 def zigzag(x: Array, devices: int, axis: int) -> Array:
@@ -71,8 +73,9 @@ def ring_attention(
 ) -> Array | tuple[Array, Array]:
     """:func:`fuel_jax.flash_attn` with sq and sk split over a mesh axis of n devices.
 
-    n − 1 times each device passes its part of k and v on; the gradient goes round once more, and
-    carries dk and dv along.  Of a causal mask, parts that see nothing are skipped.  What each step
+    n − 1 times each device passes its part of k and v on, while it computes with what has come
+    before; the gradient goes the same way back from the part that came last, which is kept, and
+    carries dk and dv home.  Of a causal mask, parts that see nothing are skipped.  What each step
     finds is rounded to the dtype of ``q`` before it is combined in float32 (float64 for float64).
 
     Args:
@@ -109,7 +112,7 @@ def ring_attention(
             f"mask they must agree, and be even in zigzag order. Pad the sequence, or pass "
             f"order='contiguous'."
         )
-    options = {"softmax_scale": softmax_scale, "softcap": softcap, "return_lse": True}
+    options = {"softmax_scale": softmax_scale, "softcap": softcap}
     blocks = Blocks.of(order if causal else "all", options)
     given = vary_alike(vary_over(axis, q, k, v))
     found: Any = ring(axis, blocks, *given)
@@ -136,41 +139,49 @@ class Blocks(tuple):
         """Of ``flash_attn``."""
         return dict(self[1:])
 
-    def own(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    def own(self, q: Array, k: Array, v: Array, *rows: Array) -> tuple[Array, Array]:
         """Positions ascend in either order, so the mask is the plain one."""
-        return flash_attn(q, k, v, causal=self[0] != "all", **self.options)
+        return self.all(q, k, v, *rows, causal=self[0] != "all")
 
-    def all(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        """Every query sees every key."""
-        return flash_attn(q, k, v, **self.options)
+    def all(
+        self, q: Array, k: Array, v: Array, *rows: Array, causal: bool = False
+    ) -> tuple[Array, Array]:
+        """Every query sees every key.
 
-    def earlier(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        ``rows``, the result and the log-sum-exp over the keys of all devices, are there for the
+        gradient, and are all that is returned then.
+        """
+        if rows:
+            return part((("causal", causal), *self[1:]), q, k, v, *rows)
+        return flash_attn(q, k, v, causal=causal, return_lse=True, **self.options)
+
+    def earlier(self, q: Array, k: Array, v: Array, *rows: Array) -> tuple[Array, Array]:
         """Of a device before this one both pieces of queries see the early piece of keys."""
         if self[0] != "zigzag":
-            return self.all(q, k, v)
+            return self.all(q, k, v, *rows)
         half = k.shape[2] // 2
-        return self.all(q, k[:, :, :half], v[:, :, :half])
+        return self.all(q, k[:, :, :half], v[:, :, :half], *rows)
 
-    def later(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    def later(self, q: Array, k: Array, v: Array, *rows: Array) -> tuple[Array, Array]:
         """Of a device after this one the late piece of queries sees both pieces of keys."""
         if self[0] == "all":
-            return self.all(q, k, v)
+            return self.all(q, k, v, *rows)
         half = 0 if self[0] == "contiguous" else q.shape[2] // 2
         blind = q.shape[2] - half
-        o, lse = jax.eval_shape(self.all, q, k, v)
+        o, lse = jax.eval_shape(self.all, q, k, v, *rows)
         none = jnp.zeros((*o.shape[:2], blind, o.shape[3]), o.dtype)
         no_lse = jnp.full((*o.shape[:2], blind), -jnp.inf, lse.dtype)
         none, no_lse, _ = vary_alike([none, no_lse, q])
         if not half:
             return none, no_lse
-        o, lse = self.all(q[:, :, half:], k, v)
+        o, lse = self.all(q[:, :, half:], k, v, *(x[:, :, half:] for x in rows))
         return jnp.concatenate([none, o], 2), jnp.concatenate([no_lse, lse], 2)
 
 
-def passed_on(axis: str, *arrays: Array) -> tuple[Array, ...]:
-    """To the next device; what comes is from the one before."""
+def passed_on(axis: str, *arrays: Array, by: int = 1) -> tuple[Array, ...]:
+    """To the next device; what comes is from the one before.  By −1: the other way."""
     n = lax.axis_size(axis)
-    return tuple(lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)]) for x in arrays)
+    return tuple(lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)]) for x in arrays)
 
 
 def of_part(axis: str, blocks: Blocks, step: Array, f: Callable[[Block], Any]) -> Any:
@@ -184,17 +195,29 @@ def of_part(axis: str, blocks: Blocks, step: Array, f: Callable[[Block], Any]) -
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def ring(axis: str, blocks: Blocks, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     """The result in the dtype of sums, and the log-sum-exp."""
-    o, lse = blocks.own(q, k, v)
+    return round_trip(axis, blocks, q, k, v)[2:]
 
-    def step(carry: Any, t: Array) -> tuple[Any, None]:
+
+def round_trip(axis: str, blocks: Blocks, q: Array, k: Array, v: Array) -> Any:
+    """The keys and values that come last, the result in the dtype of sums, the log-sum-exp.
+
+    What a step needs is sent during the step before: neither waits for the other.
+    """
+    n = lax.axis_size(axis)
+
+    def step(carry: Any, t: Any, last: bool = False) -> Any:
         k, v, o, lse = carry
-        k, v = passed_on(axis, k, v)
+        following = (k, v) if last else passed_on(axis, k, v)
         found = of_part(axis, blocks, t, lambda block: block(q, k, v))
-        return (k, v, *combined((o, lse), found)), None
+        return (*following, *combined((o, lse), found))
 
-    steps = jnp.arange(1, lax.axis_size(axis), dtype=jnp.int32)
-    (_, _, o, lse), _ = lax.scan(step, (k, v, wide(o), lse), steps)
-    return o, lse
+    following = (k, v) if n == 1 else passed_on(axis, k, v)
+    o, lse = blocks.own(q, k, v)
+    carry = *following, wide(o), lse
+    if n > 2:
+        steps = jnp.arange(1, n - 1, dtype=jnp.int32)
+        carry, _ = lax.scan(lambda carry, t: (step(carry, t), None), carry, steps)
+    return carry if n == 1 else step(carry, n - 1, last=True)
 
 
 def combined(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -209,35 +232,90 @@ def combined(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Arr
 
 
 def save(axis: str, blocks: Blocks, q: Array, k: Array, v: Array) -> Any:
-    """Nothing but this device's own."""
-    found: Any = ring(axis, blocks, q, k, v)
-    return found, (q, k, v, *found)
+    """This device's own, and the keys and values to begin the way back with."""
+    *held, o, lse = round_trip(axis, blocks, q, k, v)
+    return (o, lse), (q, k, v, *held, o, lse)
 
 
 def pull_back(axis: str, blocks: Blocks, saved: Any, cotangents: Any) -> tuple[Array, ...]:
-    """Round once more: o = Σ wᵢ oᵢ with wᵢ = exp(lseᵢ − lse), over the parts of the keys."""
-    q, k, v, o, lse = saved
-    do, dlse = cotangents
-    rest = dlse - jnp.sum(do * o, -1)
+    """The same way back: dk and dv gather what each device says of them, and end at home."""
+    q, k_own, v_own, k, v, o, lse = saved
+    n = lax.axis_size(axis)
 
-    def gradients(block: Block, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        (o_i, lse_i), pull = jax.vjp(block, q, k, v)
-        w = jnp.where(lse_i == -jnp.inf, 0, jnp.exp(lse_i - lse))
-        dlse_i = w * (jnp.sum(do * wide(o_i), -1) + rest)
-        dq, dk, dv = pull(((w[..., None] * do).astype(o_i.dtype), dlse_i.astype(lse_i.dtype)))
-        return wide(dq), wide(dk), wide(dv)
+    def gradients(block: Block, k: Array, v: Array) -> tuple[Array, ...]:
+        _, pull = jax.vjp(lambda q, k, v: block(q, k, v, o, lse), q, k, v)
+        return tuple(map(wide, pull(cotangents)))
 
-    def step(carry: Any, t: Array) -> tuple[Any, None]:
-        k, v, dk, dv, dq = carry
-        k, v, dk, dv = passed_on(axis, k, v, dk, dv)
-        found = of_part(axis, blocks, t, lambda block: gradients(block, k, v))
-        return (k, v, dk + found[1], dv + found[2], dq + found[0]), None
+    def found(k: Array, v: Array, t: Any) -> tuple[Array, ...]:
+        return of_part(axis, blocks, t, lambda block: gradients(block, k, v))
 
-    dq, dk, dv = gradients(blocks.own, k, v)
-    steps = jnp.arange(1, lax.axis_size(axis), dtype=jnp.int32)
-    (_, _, dk, dv, dq), _ = lax.scan(step, (k, v, dk, dv, dq), steps)
-    dk, dv = passed_on(axis, dk, dv)  # home
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+    def step(carry: Any, t: Any) -> tuple[Any, None]:
+        k, v, *sums = carry
+        following = passed_on(axis, k, v, by=-1)
+        return (*following, *added(sums, found(k, v, t))), None
+
+    def added(sums: Any, own: tuple[Array, ...]) -> tuple[Array, ...]:
+        """dk and dv have been on their way while their next share was found."""
+        came = passed_on(axis, *sums[1:], by=-1)
+        return tuple(a + b for a, b in zip((sums[0], *came), own, strict=True))
+
+    if n > 1:
+        following = passed_on(axis, k, v, by=-1) if n > 2 else (k, v)
+        carry = *following, *found(k, v, n - 1)
+        if n > 2:
+            carry, _ = lax.scan(step, carry, jnp.arange(n - 2, 0, -1, dtype=jnp.int32))
+        sums = added(carry[2:], gradients(blocks.own, k_own, v_own))
+    else:
+        sums = gradients(blocks.own, k_own, v_own)
+    return tuple(x.astype(given.dtype) for x, given in zip(sums, (q, k, v), strict=True))
 
 
 ring.defvjp(save, pull_back)
+
+
+# -- the gradient of a part of the keys --------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def part(options: Any, q: Array, k: Array, v: Array, o: Array, lse: Array) -> tuple[Array, Array]:
+    """The result of all parts, as it is; its gradient is that by way of these keys and values."""
+    return o, lse
+
+
+def save_part(options: Any, *arrays: Array) -> Any:
+    """Everything."""
+    return part(options, *arrays), arrays
+
+
+def pull_part(options: Any, saved: tuple[Array, ...], cotangents: Any) -> tuple[Any, ...]:
+    """By a kernel that weighs keys by the log-sum-exp it is given, or from the part's own."""
+    q, k, v, o, lse = saved
+    params = dict(options)
+    its: Any = flash_attn_backward
+    operands = q, k, v, o.astype(q.dtype), lse, cotangents[0].astype(q.dtype), cotangents[1]
+    serves = server(its.explain(*operands, **params).forward, "cuda")
+    again = functools.partial(by_own_lse, params)
+    if serves is None or serves.kernel.name not in READ_LSE:
+        return (*again(*saved, *cotangents), None, None)
+    given = jax.custom_jvp(functools.partial(by_given_lse, params))
+    # A kernel's derivative is the op's, which holds for the op's own log-sum-exp.
+    given.defjvp(functools.partial(jax.jvp, again))
+    return (*lax.platform_dependent(*saved, *cotangents, cuda=given, default=again), None, None)
+
+
+def by_given_lse(params: Any, q: Array, k: Array, v: Array, o: Array, lse: Array, do, dlse):
+    """Weights exp(s − lse) are those among the keys of all parts."""
+    o, do = (x.astype(q.dtype) for x in (o, do))
+    return tuple(flash_attn_backward(q, k, v, o, lse, do, dlse, **params)[:3])
+
+
+def by_own_lse(params: Any, q: Array, k: Array, v: Array, o: Array, lse: Array, do, dlse):
+    """o = Σ wᵢ oᵢ with wᵢ = exp(lseᵢ − lse), over the parts of the keys."""
+    attend = functools.partial(flash_attn, **params, return_lse=True)
+    (o_i, lse_i), pull = jax.vjp(attend, q, k, v)
+    w = jnp.where(lse_i == -jnp.inf, 0, jnp.exp(lse_i - lse))
+    dlse_i = w * (jnp.sum(do * (wide(o_i) - o), -1) + dlse)
+    return pull(((w[..., None] * do).astype(o_i.dtype), dlse_i.astype(lse_i.dtype)))
+
+
+part.defvjp(save_part, pull_part)

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import fuel_jax
 from fuel_jax import parallel
 from fuel_jax.errors import ArgumentError
+from fuel_jax.parallel import attention
 
 from .counted import collectives, largest_error
 
@@ -72,10 +73,25 @@ def test_ring_attention(causal, order):
     agree(f, functools.partial(fuel_jax.flash_attn, **options), (q, k, v))
     given = [jax.device_put(x, NamedSharding(mesh(), HEADS)) for x in (q, k, v)]
     parts = bytes_of(k) + bytes_of(v)
-    assert collectives(ring, *given) == {"collective-permute": parts}  # in a loop
+    assert collectives(ring, *given) == {"collective-permute": 2 * parts}  # once in a loop
     gradient = jax.grad(curved(ring), (0, 1, 2))
-    # The forward's k and v; k, v and their gradients in the loop, and those home.
-    assert collectives(gradient, *given) == {"collective-permute": 4 * parts}
+    # The forward's k and v; those back; their gradients in the loop, and those home.
+    assert collectives(gradient, *given) == {"collective-permute": 6 * parts}
+
+
+def test_a_kernel_that_takes_lse_gives_a_part_s_share(monkeypatch):
+    """Of keys that are the second half of all; the dense form makes its own log-sum-exp."""
+    q, k, v, do = (normal(1, 4, 8, n).astype("bfloat16") for n in (16, 16, 8, 8))
+    both = [jnp.concatenate([x, x + 1], 2) for x in (k, v)]
+    o, lse = fuel_jax.flash_attn(q, *both, return_lse=True)
+    saved = q, k, v, o.astype("float32"), lse, do.astype("float32"), 0.1 * lse
+    params = {"causal": True, "softmax_scale": None, "softcap": 2.0}
+    want = attention.by_own_lse(params, *saved)
+    assert min(float(jnp.abs(x).max()) for x in want) > 0.5  # so that the error is relative
+    monkeypatch.setattr(
+        attention, "flash_attn_backward", attention.flash_attn_backward.using("triton")
+    )
+    assert largest_error(attention.by_given_lse(params, *saved), want) < 2e-2
 
 
 def test_ring_attention_holds_parts_only():
