@@ -1,8 +1,5 @@
 """A model that nobody here trained: all-MiniLM-L6-v2 beside ``transformers``' PyTorch."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +11,6 @@ for package in ("tokenizers", "safetensors", "gguf"):
 
 import minilm  # noqa: E402  pyproject puts notebooks/ on the path
 
-NOTEBOOK = pathlib.Path(minilm.__file__).with_name("embeddings.ipynb")
 PATH = weights.get_model_path()
 SENTENCES = minilm.python_sentences(200)
 BATCH = 50
@@ -121,15 +117,3 @@ def test_packed_linear_layers(form, params, short):
     assert least < cosine < 1 - 1e-5  # not the float32 weights after all
     same = minilm.embed(unpacked(params, packed), PATH, SHORT)
     assert np.abs(got - same).max() <= 2e-6
-
-
-def test_the_notebook_was_run_from_top_to_bottom():
-    cells = json.loads(NOTEBOOK.read_text())["cells"]
-    code = [cell for cell in cells if cell["cell_type"] == "code"]
-    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
-    outputs = [output for cell in code for output in cell["outputs"]]
-    assert {output["output_type"] for output in outputs} <= {"stream", "display_data"}
-    assert "stderr" not in {output.get("name") for output in outputs}
-    printed = "".join("".join(output.get("text", "")) for output in outputs)
-    assert all(form in printed for form in FORMS)
-    assert NOTEBOOK.stat().st_size < 60_000
