@@ -179,9 +179,18 @@ class Blocks(tuple):
 
 
 def passed_on(axis: str, *arrays: Array, by: int = 1) -> tuple[Array, ...]:
-    """To the next device; what comes is from the one before.  By −1: the other way."""
+    """To the next device; what comes is from the one before.  By −1: the other way.
+
+    Side by side in one array: of several transfers XLA lets one at a time go on during a kernel.
+    """
     n = lax.axis_size(axis)
-    return tuple(lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)]) for x in arrays)
+    came = lax.ppermute(jnp.concatenate(arrays, -1), axis, [(i, (i + by) % n) for i in range(n)])
+    return tuple(jnp.split(came, np.cumsum([x.shape[-1] for x in arrays])[:-1], -1))
+
+
+def meanwhile(came: Any, found: Any) -> Any:
+    """Both, and what came is waited for only when the other is found; XLA may wait at once."""
+    return lax.optimization_barrier((came, found))
 
 
 def of_part(axis: str, blocks: Blocks, step: Array, f: Callable[[Block], Any]) -> Any:
@@ -209,10 +218,11 @@ def round_trip(axis: str, blocks: Blocks, q: Array, k: Array, v: Array) -> Any:
         k, v, o, lse = carry
         following = (k, v) if last else passed_on(axis, k, v)
         found = of_part(axis, blocks, t, lambda block: block(q, k, v))
+        following, found = meanwhile(following, found)
         return (*following, *combined((o, lse), found))
 
     following = (k, v) if n == 1 else passed_on(axis, k, v)
-    o, lse = blocks.own(q, k, v)
+    following, (o, lse) = meanwhile(following, blocks.own(q, k, v))
     carry = *following, wide(o), lse
     if n > 2:
         steps = jnp.arange(1, n - 1, dtype=jnp.int32)
@@ -249,24 +259,25 @@ def pull_back(axis: str, blocks: Blocks, saved: Any, cotangents: Any) -> tuple[A
     def found(k: Array, v: Array, t: Any) -> tuple[Array, ...]:
         return of_part(axis, blocks, t, lambda block: gradients(block, k, v))
 
+    def added(sums: Any, own: tuple[Array, ...], *coming: Array) -> Any:
+        """dk and dv have been on their way while their next share was found; and what comes."""
+        came = passed_on(axis, *sums[1:], by=-1)
+        (came, coming), own = meanwhile((came, coming), own)
+        return *coming, *(a + b for a, b in zip((sums[0], *came), own, strict=True))
+
     def step(carry: Any, t: Any) -> tuple[Any, None]:
         k, v, *sums = carry
-        following = passed_on(axis, k, v, by=-1)
-        return (*following, *added(sums, found(k, v, t))), None
+        return added(sums, found(k, v, t), *passed_on(axis, k, v, by=-1)), None
 
-    def added(sums: Any, own: tuple[Array, ...]) -> tuple[Array, ...]:
-        """dk and dv have been on their way while their next share was found."""
-        came = passed_on(axis, *sums[1:], by=-1)
-        return tuple(a + b for a, b in zip((sums[0], *came), own, strict=True))
-
-    if n > 1:
-        following = passed_on(axis, k, v, by=-1) if n > 2 else (k, v)
-        carry = *following, *found(k, v, n - 1)
-        if n > 2:
-            carry, _ = lax.scan(step, carry, jnp.arange(n - 2, 0, -1, dtype=jnp.int32))
-        sums = added(carry[2:], gradients(blocks.own, k_own, v_own))
-    else:
+    if n == 1:
         sums = gradients(blocks.own, k_own, v_own)
+    else:
+        following = passed_on(axis, k, v, by=-1) if n > 2 else (k, v)
+        following, sums = meanwhile(following, found(k, v, n - 1))
+        if n > 2:
+            steps = jnp.arange(n - 2, 0, -1, dtype=jnp.int32)
+            (_, _, *sums), _ = lax.scan(step, (*following, *sums), steps)
+        sums = added(sums, gradients(blocks.own, k_own, v_own))
     return tuple(x.astype(given.dtype) for x, given in zip(sums, (q, k, v), strict=True))
 
 
