@@ -104,23 +104,29 @@ def run_profile(given: Sequence[str]) -> int:
     parser.add_argument("--tiny", action="store_true", help="small shapes only: to try it out")
     parser.add_argument(
         "--suite",
-        choices=["default", "h200"],
+        choices=["default", "h200", "several"],
         default="default",
-        help="h200: cases beside XLA, cuDNN and PyTorch; exits with 1 if an op of ours failed",
+        help="h200: cases beside XLA, cuDNN and PyTorch; several: all devices beside one, what is "
+        "sent and how it scales.  Both exit with 1 if an op of ours failed",
     )
-    parser.add_argument("--rows", metavar="FILE", help="h200: append a line of JSON for each case")
-    parser.add_argument("case", nargs="*", help="h200: names or their beginning words, * for any")
+    parser.add_argument(
+        "--rows", metavar="FILE", help="suites: append a line of JSON for each case"
+    )
+    parser.add_argument("case", nargs="*", help="suites: names or their beginning words, * for any")
     asked = parser.parse_args(given)
     if asked.suite == "default":
         if asked.case or asked.rows:
-            parser.error("cases and --rows belong to --suite h200; name an op with --op")
+            parser.error("cases and --rows belong to the other suites; name an op with --op")
         return profile_ops(asked)
     if asked.op or asked.out or asked.dtype:
         parser.error("--op, --dtype and --out belong to the default suite; name cases instead")
     # PyTorch's memory comes from the same card; JAX would take most of it beforehand.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from .judge.h200 import chosen
-    from .judge.profile import profile
+    if asked.suite == "several":
+        from .judge.several import chosen, profile
+    else:
+        from .judge.h200 import chosen
+        from .judge.profile import profile
 
     cases = chosen(asked.case)
     if asked.list:

@@ -1,0 +1,54 @@
+"""What a compiled program sends between devices, and what an op's rule says it must."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from .._sharding import Rule, Split
+
+KINDS = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+CALL = re.compile(rf"= (\(?[^=]*?\)?) ({KINDS})(?:-start)?\(")
+ARRAY = re.compile(r"([a-z]+\d+|pred)\[([\d,]*)\]")
+WIDTHS = {"pred": 1, "bf16": 2}
+
+
+def sent(program: str) -> dict[str, int]:
+    """Bytes of the results of each kind of collective on one device, of a program as text.
+
+    One that has been started holds its operand beside its result where it is a gather or permute;
+    the result is the last.
+    """
+    found = Counter()
+    for line in program.splitlines():
+        for results, kind in CALL.findall(line):
+            arrays = ARRAY.findall(results)
+            if f"{kind}-start(" in line and kind not in ("all-reduce", "reduce-scatter"):
+                arrays = arrays[len(arrays) // 2 :]
+            for dtype, shape in arrays:
+                width = WIDTHS.get(dtype) or int(re.sub(r"\D", "", dtype)) // 8
+                found[kind] += width * math.prod(int(n) for n in shape.split(",") if n)
+    return dict(found)
+
+
+def collectives(program: Any, *arrays: Any) -> dict[str, int]:
+    """The same of a function, compiled for arrays that are laid out so."""
+    return sent(jax.jit(program).lower(*arrays).compile().as_text())
+
+
+def predicted(rule: Rule, split: Split, mesh: Any, results: Sequence[Any]) -> int:
+    """Bytes of the parts that are summed over devices, by the rule."""
+    leaves = [y for y in results if y is not None]
+    total = 0
+    for y, spec, axes in zip(
+        leaves, rule.specs(rule.results, split), rule.sums(split), strict=True
+    ):
+        used = [a for entry in spec for a in ((entry,) if isinstance(entry, str) else entry or ())]
+        if axes:
+            total += y.size * y.dtype.itemsize // math.prod(mesh.shape[a] for a in used)
+    return total
