@@ -21,18 +21,16 @@ WIDTHS = {"pred": 1, "bf16": 2}
 def sent(program: str) -> dict[str, int]:
     """Bytes of the results of each kind of collective on one device, of a program as text.
 
-    One that has been started holds its operand beside its result where it is a gather or permute;
-    the result is the last.
+    One that has been started is printed with its operands, as a tuple, before its results.
     """
     found = Counter()
-    for line in program.splitlines():
-        for results, kind in CALL.findall(line):
-            arrays = ARRAY.findall(results)
-            if f"{kind}-start(" in line and kind not in ("all-reduce", "reduce-scatter"):
-                arrays = arrays[len(arrays) // 2 :]
-            for dtype, shape in arrays:
-                width = WIDTHS.get(dtype) or int(re.sub(r"\D", "", dtype)) // 8
-                found[kind] += width * math.prod(int(n) for n in shape.split(",") if n)
+    for results, kind in CALL.findall(program):
+        arrays = ARRAY.findall(results)
+        if results.startswith("(("):
+            arrays = arrays[len(arrays) // 2 :]
+        for dtype, shape in arrays:
+            width = WIDTHS.get(dtype) or int(re.sub(r"\D", "", dtype)) // 8
+            found[kind] += width * math.prod(int(n) for n in shape.split(",") if n)
     return dict(found)
 
 
