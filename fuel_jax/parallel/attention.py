@@ -16,9 +16,12 @@ from jax import lax
 
 from .._choose import server
 from ..errors import ArgumentError
+from ..fused import _attention as maths
+from ..fused._attention import Rules
 from ..fused.flash_attn import flash_attn, flash_attn_backward
-from ..numerics import vary_alike, wide
+from ..numerics import check, vary_alike, wide
 from ..types import Array
+from ._placed import Layout, Pair
 
 Order = Literal["zigzag", "contiguous"]
 Block = Callable[..., tuple[Array, Array]]  # q, k, v -> o, lse
@@ -63,11 +66,15 @@ def ring_attention(
     q: Array,
     k: Array,
     v: Array,
+    alibi: Array | None = None,
+    k_len: Array | int | None = None,
     *,
     axis: str,
     order: Order = "zigzag",
     softmax_scale: float | None = None,
     causal: bool = False,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
@@ -78,25 +85,35 @@ def ring_attention(
     carries dk and dv home.  Of a causal mask, parts that see nothing are skipped.  What each step
     finds is rounded to the dtype of ``q`` before it is combined in float32 (float64 for float64).
 
+    Without a mask, or with ``causal`` alone on as many keys as queries, the op's kernels serve.
+    Windows, ``alibi``, ``k_len`` and causal masks on other lengths are computed in ``jax.numpy``, a
+    block of queries at a time.  A causal window in contiguous order sends parts only as far as it
+    reaches: 1 + ⌈window / (s/n)⌉ rounds instead of n.
+
     Args:
-        q: this device's queries, ``[b, h, s/n, d]``.
-        k: its keys, ``[b, hk, s/n, d]``.
-        v: its values, ``[b, hk, s/n, dv]``.
+        q: this device's queries, ``[b, h, sq/n, d]``.
+        k: its keys, ``[b, hk, sk/n, d]``.
+        v: its values, ``[b, hk, sk/n, dv]``.
+        alibi: slope of each query head, ``[h]``, the same on all devices; or None.
+        k_len: keys in use of the whole sequence, one number or ``[b]``, the same on all devices;
+            None is all.
         axis: name of the mesh axis that splits the sequence.
-        order: of the parts: as :func:`zigzag` puts them, or one after the other.  It matters for a
-            causal mask only, and then zigzag takes half the time: the last of contiguous parts
-            waits for nobody and is waited for.
+        order: of the parts: as :func:`zigzag` puts them, or one after the other.  It matters where
+            positions do.  For a causal mask zigzag takes half the time: the last of contiguous
+            parts waits for nobody and is waited for.
         softmax_scale: as in the op.
         causal: hide keys after the query.
+        window_size_left: keys seen before the query, at most; None is all.
+        window_size_right: keys seen after the query, at most; None is all.
         softcap: as in the op.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
-        This device's ``[b, h, s/n, dv]``; with ``return_lse`` also ``[b, h, s/n]``.
+        This device's ``[b, h, sq/n, dv]``; with ``return_lse`` also ``[b, h, sq/n]``.
 
     Raises:
-        ArgumentError: an unknown order; queries and keys of different lengths under a causal mask,
-            or of an odd number of them in zigzag order.
+        ArgumentError: an unknown order; an odd number of queries or keys on each device in zigzag
+            order, where it matters; what the op refuses.
 
     Source: Liu et al. 2023, arXiv:2310.01889; the order: Brandon et al. 2023, arXiv:2311.09431,
     after https://github.com/zhuzilin/ring-flash-attention.
@@ -105,24 +122,41 @@ def ring_attention(
         raise ArgumentError(
             f"ring_attention: 'order' is {order!r}; it must be 'zigzag' or 'contiguous'."
         )
-    steps, kept = q.shape[2], k.shape[2]
-    if causal and (steps != kept or (order == "zigzag" and steps % 2)):
+    options = {"softmax_scale": softmax_scale, "softcap": softcap}
+    masks: dict[str, Any] = {
+        "window_size_left": window_size_left,
+        "window_size_right": window_size_right,
+    }
+    masks["causal"] = causal
+    k_len = None if k_len is None else jnp.asarray(k_len)
+    flash_attn.out(q, k, v, alibi, k_len, **options, **masks)  # which refuses what is not right
+    n, (sq, sk) = lax.axis_size(axis), (x.shape[2] * lax.axis_size(axis) for x in (q, k))
+    rules = Rules.of(sq, sk, **masks, softcap=softcap)
+    plain = alibi is None and k_len is None and rules.left is None
+    everywhere = plain and rules.right is None  # no position matters
+    if order == "zigzag" and not everywhere and (q.shape[2] % 2 or k.shape[2] % 2):
         raise ArgumentError(
-            f"ring_attention: 'q' has {steps} steps on each device and 'k' {kept}; under a causal "
-            f"mask they must agree, and be even in zigzag order. Pad the sequence, or pass "
+            f"ring_attention: 'q' has {q.shape[2]} steps on each device and 'k' {k.shape[2]}; in "
+            f"zigzag order they must be even where positions matter. Pad the sequence, or pass "
             f"order='contiguous'."
         )
-    options = {"softmax_scale": softmax_scale, "softcap": softcap}
-    blocks = Blocks.of(order if causal else "all", options)
-    given = vary_alike(vary_over(axis, q, k, v))
-    found: Any = ring(axis, blocks, *given)
-    o, lse = found
+    length, valid = maths.keys_in_use(k_len, sk)
+    check(valid)
+    if everywhere or (plain and rules.right == 0 and sq == sk):
+        blocks = Blocks.of("all" if everywhere else order, options)
+    else:
+        scale = maths.scale_of(q, softmax_scale)
+        blocks = Layout(order == "zigzag", n, sq, sk, rules, scale)
+    slopes = maths.slopes_of(alibi, k.shape[1])
+    *given, slopes, length = vary_alike(vary_over(axis, q, k, v, slopes, length))
+    found: Any = ring(axis, blocks, *given, (slopes, length))
+    o, lse = (maths.nan_unless(valid, x) for x in found)
     return (o.astype(q.dtype), lse) if return_lse else o.astype(q.dtype)
 
 
-def vary_over(axis: str, *arrays: Array) -> list[Array]:
+def vary_over(axis: str, *arrays: Array | None) -> list[Any]:
     """Arrays that differ from device to device, also where they happen not to."""
-    varies = lambda x: axis in jax.typeof(x).manual_axis_type.varying
+    varies = lambda x: x is None or axis in jax.typeof(x).manual_axis_type.varying
     return [x if varies(x) else lax.pcast(x, (axis,), to="varying") for x in arrays]
 
 
@@ -193,36 +227,44 @@ def meanwhile(came: Any, found: Any) -> Any:
     return lax.optimization_barrier((came, found))
 
 
-def of_part(axis: str, blocks: Blocks, step: Array, f: Callable[[Block], Any]) -> Any:
+def of_part(axis: str, blocks: Any, rest: Any, step: Any, f: Callable[[Block], Any]) -> Any:
     """``f`` of what is to be done with the keys that have come in so many steps."""
-    if blocks[0] == "all":
-        return f(blocks.all)
-    me = lax.axis_index(axis)
+    me, own = lax.axis_index(axis), isinstance(step, int) and step == 0
+    if isinstance(blocks, Layout):
+        return f(Pair(blocks, me, me if own else (me - step) % blocks.devices, *rest))
+    if own or blocks[0] == "all":
+        return f(blocks.own if own else blocks.all)
     return lax.cond(step <= me, lambda: f(blocks.earlier), lambda: f(blocks.later))
 
 
+def rounds(axis: str, blocks: Any) -> int:
+    """Parts of keys that a device meets."""
+    return blocks.rounds if isinstance(blocks, Layout) else lax.axis_size(axis)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def ring(axis: str, blocks: Blocks, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """The result in the dtype of sums, and the log-sum-exp."""
-    return round_trip(axis, blocks, q, k, v)[2:]
+def ring(axis: str, blocks: Any, q: Array, k: Array, v: Array, rest: Any) -> tuple[Array, Array]:
+    """The result in the dtype of sums, and the log-sum-exp; ``rest`` are slopes and lengths."""
+    return round_trip(axis, blocks, q, k, v, rest)[2:]
 
 
-def round_trip(axis: str, blocks: Blocks, q: Array, k: Array, v: Array) -> Any:
+def round_trip(axis: str, blocks: Any, q: Array, k: Array, v: Array, rest: Any) -> Any:
     """The keys and values that come last, the result in the dtype of sums, the log-sum-exp.
 
     What a step needs is sent during the step before: neither waits for the other.
     """
-    n = lax.axis_size(axis)
+    n = rounds(axis, blocks)
 
     def step(carry: Any, t: Any, last: bool = False) -> Any:
         k, v, o, lse = carry
         following = (k, v) if last else passed_on(axis, k, v)
-        found = of_part(axis, blocks, t, lambda block: block(q, k, v))
+        found = of_part(axis, blocks, rest, t, lambda block: block(q, k, v))
         following, found = meanwhile(following, found)
         return (*following, *combined((o, lse), found))
 
     following = (k, v) if n == 1 else passed_on(axis, k, v)
-    following, (o, lse) = meanwhile(following, blocks.own(q, k, v))
+    own = of_part(axis, blocks, rest, 0, lambda block: block(q, k, v))
+    following, (o, lse) = meanwhile(following, own)
     carry = *following, wide(o), lse
     if n > 2:
         steps = jnp.arange(1, n - 1, dtype=jnp.int32)
@@ -241,44 +283,49 @@ def combined(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Arr
     return share * o + share_b * wide(o_b), largest + jnp.log(total)
 
 
-def save(axis: str, blocks: Blocks, q: Array, k: Array, v: Array) -> Any:
+def save(axis: str, blocks: Any, q: Array, k: Array, v: Array, rest: Any) -> Any:
     """This device's own, and the keys and values to begin the way back with."""
-    *held, o, lse = round_trip(axis, blocks, q, k, v)
-    return (o, lse), (q, k, v, *held, o, lse)
+    *held, o, lse = round_trip(axis, blocks, q, k, v, rest)
+    return (o, lse), (q, k, v, rest, *held, o, lse)
 
 
-def pull_back(axis: str, blocks: Blocks, saved: Any, cotangents: Any) -> tuple[Array, ...]:
+def pull_back(axis: str, blocks: Any, saved: Any, cotangents: Any) -> tuple[Any, ...]:
     """The same way back: dk and dv gather what each device says of them, and end at home."""
-    q, k_own, v_own, k, v, o, lse = saved
-    n = lax.axis_size(axis)
+    q, k_own, v_own, rest, k, v, o, lse = saved
+    n = rounds(axis, blocks)
 
-    def gradients(block: Block, k: Array, v: Array) -> tuple[Array, ...]:
+    def gradients(block: Any, k: Array, v: Array) -> tuple[Array, ...]:
+        """dq, dk, dv and, where positions matter, that of the slopes."""
+        if isinstance(block, Pair):
+            return block.gradients(q, k, v, o, lse, *cotangents)
         _, pull = jax.vjp(lambda q, k, v: block(q, k, v, o, lse), q, k, v)
         return tuple(map(wide, pull(cotangents)))
 
     def found(k: Array, v: Array, t: Any) -> tuple[Array, ...]:
-        return of_part(axis, blocks, t, lambda block: gradients(block, k, v))
+        return of_part(axis, blocks, rest, t, lambda block: gradients(block, k, v))
 
     def added(sums: Any, own: tuple[Array, ...], *coming: Array) -> Any:
         """dk and dv have been on their way while their next share was found; and what comes."""
-        came = passed_on(axis, *sums[1:], by=-1)
+        came = passed_on(axis, *sums[1:3], by=-1)
         (came, coming), own = meanwhile((came, coming), own)
-        return *coming, *(a + b for a, b in zip((sums[0], *came), own, strict=True))
+        sums = sums[0], *came, *sums[3:]
+        return *coming, *(a + b for a, b in zip(sums, own, strict=True))
 
     def step(carry: Any, t: Any) -> tuple[Any, None]:
         k, v, *sums = carry
         return added(sums, found(k, v, t), *passed_on(axis, k, v, by=-1)), None
 
     if n == 1:
-        sums = gradients(blocks.own, k_own, v_own)
+        sums = found(k_own, v_own, 0)
     else:
         following = passed_on(axis, k, v, by=-1) if n > 2 else (k, v)
         following, sums = meanwhile(following, found(k, v, n - 1))
         if n > 2:
             steps = jnp.arange(n - 2, 0, -1, dtype=jnp.int32)
             (_, _, *sums), _ = lax.scan(step, (*following, *sums), steps)
-        sums = added(sums, gradients(blocks.own, k_own, v_own))
-    return tuple(x.astype(given.dtype) for x, given in zip(sums, (q, k, v), strict=True))
+        sums = added(sums, found(k_own, v_own, 0))
+    grads = (x.astype(given.dtype) for x, given in zip(sums, (q, k, v), strict=False))
+    return *grads, (None if rest[0] is None else sums[3], None)
 
 
 ring.defvjp(save, pull_back)

@@ -3,7 +3,11 @@
 import jax
 import numpy as np
 
-from fuel_jax.judge.collectives import collectives as collectives, predicted as predicted
+from fuel_jax.judge.collectives import (
+    collectives as collectives,
+    predicted as predicted,
+    sent as sent,
+)
 
 
 def largest_error(got, want):

@@ -13,7 +13,7 @@ from fuel_jax import parallel
 from fuel_jax.errors import ArgumentError
 from fuel_jax.parallel import attention
 
-from .counted import collectives, largest_error
+from .counted import collectives, largest_error, sent
 
 COUNT = len(jax.devices())
 TOLERANCE = 1e-12
@@ -39,16 +39,25 @@ def normal(*shape):
 
 
 def curved(f):
-    """A scalar that every output takes part in."""
-    of = lambda y: jnp.sum(y * jnp.cos(y)).astype("float64")
-    return lambda *arrays: sum(of(y) for y in jax.tree.leaves(f(*arrays)))
+    """A scalar that every output takes part in, and the outputs."""
+    of = lambda y: jnp.sum(jnp.where(jnp.isfinite(y), y * jnp.cos(y), 0)).astype("float64")
+
+    def scalar(*arrays):
+        y = f(*arrays)
+        return sum(map(of, jax.tree.leaves(y))), y
+
+    return scalar
 
 
-def agree(f, g, arrays, tolerance=TOLERANCE):
-    """Values and gradients of every operand."""
+def agree(f, g, arrays, tolerance=TOLERANCE, specs=None):
+    """Values and gradients of every operand; what ``f`` and its gradient send."""
     at = tuple(i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating))
-    both = lambda h: jax.jit(lambda *xs: (h(*xs), jax.grad(curved(h), at)(*xs)))(*arrays)
-    assert largest_error(both(f), both(g)) < tolerance
+    both = lambda h: jax.jit(jax.value_and_grad(curved(h), at, has_aux=True))
+    given = arrays if specs is None else put(arrays, specs)
+    compiled = both(f).lower(*given).compile()
+    finite = lambda found: jax.tree.map(lambda x: jnp.where(x == -jnp.inf, -1e3, x), found)
+    assert largest_error(finite(compiled(*given)), finite(both(g)(*arrays))) < tolerance
+    return sent(compiled.as_text())
 
 
 def bytes_of(x):
@@ -71,12 +80,70 @@ def test_ring_attention(causal, order):
         return jax.tree.map(lambda y: back(y, n, 2), ring(*(there(x, n, 2) for x in arrays)))
 
     agree(f, functools.partial(fuel_jax.flash_attn, **options), (q, k, v))
-    given = [jax.device_put(x, NamedSharding(mesh(), HEADS)) for x in (q, k, v)]
+    given = put((q, k, v), [HEADS] * 3)
     parts = bytes_of(k) + bytes_of(v)
-    assert collectives(ring, *given) == {"collective-permute": 2 * parts}  # once in a loop
-    gradient = jax.grad(curved(ring), (0, 1, 2))
-    # The forward's k and v; those back; their gradients in the loop, and those home.
+    # The forward's k and v, once in a loop; those back; their gradients in the loop, those home.
+    gradient = jax.grad(lambda *x: curved(ring)(*x)[0], (0, 1, 2))
     assert collectives(gradient, *given) == {"collective-permute": 6 * parts}
+
+
+EVERY = {"causal": True, "window_size_left": 9, "softcap": 3.0, "softmax_scale": 0.7}
+OPTIONS = {  # order, sq and sk of a device, slopes, keys in use, the rest, rounds
+    "every option": ("zigzag", 4, 6, True, (5 * COUNT, 3), EVERY, COUNT),
+    "a window": ("contiguous", 4, 4, True, None, {"causal": True, "window_size_left": 3}, 2),
+    "keys in use": ("contiguous", 2, 6, False, 5 * COUNT + 1, {"window_size_right": 5}, COUNT),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_ring_attention_where_positions_matter(case):
+    """Rows that see no key among them; dalibi is a sum over devices.  Only what is near is sent."""
+    order, sq, sk, sloped, k_len, options, rounds = OPTIONS[case]
+    n, options = COUNT, options | {"return_lse": True}
+    q, k, v = normal(2, 4, sq * n, 4), normal(2, 2, sk * n, 4), normal(2, 2, sk * n, 3)
+    alibi = (jnp.abs(normal(4)),) if sloped else ()
+    k_len = jnp.asarray(k_len, "int32") if isinstance(k_len, tuple) else k_len
+    there = (lambda x: parallel.zigzag(x, n, 2)) if order == "zigzag" else lambda x: x
+    back = (lambda x: parallel.unzigzag(x, n, 2)) if order == "zigzag" else lambda x: x
+
+    def part(q, k, v, *alibi):
+        given = {"k_len": k_len, "axis": "s", "order": order, **options}
+        return parallel.ring_attention(q, k, v, *alibi, **given)
+
+    specs = (HEADS, HEADS, HEADS, *(P() for _ in alibi))
+    ring = jax.shard_map(part, mesh=mesh(), in_specs=specs, out_specs=HEADS)
+
+    def f(q, k, v, *alibi):
+        return jax.tree.map(back, ring(there(q), there(k), there(v), *alibi))
+
+    g = lambda q, k, v, *alibi: fuel_jax.flash_attn(q, k, v, *alibi, k_len=k_len, **options)
+    found = agree(f, g, (q, k, v, *alibi), specs=specs)
+    if order == "contiguous":  # to put a sequence in order sends it, too
+        parts = bytes_of(k) + bytes_of(v)
+        loops = 2 if rounds > 2 else 1  # k and v before the loop and in it
+        assert found["collective-permute"] == (loops * 3 if rounds > 2 else 2) * parts
+
+
+def test_ring_attention_refuses():
+    part = normal(1, 1, 3, 4)
+    call = lambda **options: mapped(parallel.ring_attention, HEADS, HEADS, **options)
+    whole = jnp.tile(part, (1, 1, COUNT, 1))
+    with pytest.raises(ArgumentError, match=r"^ring_attention: 'order' is 'sideways'"):
+        call(order="sideways")(*[whole] * 3)
+    with pytest.raises(ArgumentError, match=r"^ring_attention: 'q' has 3 steps on each device and"):
+        call(causal=True)(*[whole] * 3)
+    with pytest.raises(ArgumentError, match=r"^flash_attn: parameter 'window_size_left' is -1"):
+        call(window_size_left=-1)(*[whole] * 3)
+
+
+def test_keys_in_use_that_are_none_give_nan():
+    x = normal(2, 1, 2 * COUNT, 4)
+    ring = lambda q, k, v: parallel.ring_attention(
+        q, k, v, k_len=jnp.asarray([2 * COUNT + 1, 2], "int32"), axis="s"
+    )
+    o = jax.jit(jax.shard_map(ring, mesh=mesh(), in_specs=HEADS, out_specs=HEADS))(x, x, x)
+    assert jnp.isnan(o[0]).all()
+    assert jnp.isfinite(o[1]).all()
 
 
 def test_a_kernel_that_takes_lse_gives_a_part_s_share(monkeypatch):
@@ -130,9 +197,9 @@ def test_cross_entropy_of_a_split_vocabulary(reduction):
     agree(lambda x: f(x, targets), lambda x: g(x, targets), (logits,), 1e-6)
     given = jax.device_put(logits, NamedSharding(mesh(), ROW))
     for program in (f, lambda x, t: jax.grad(lambda x: f(x, t)[0].sum())(x)):
-        sent = collectives(program, given, targets)
-        assert set(sent) == {"all-reduce"}
-        assert sent["all-reduce"] <= 3 * 6 * 8  # three numbers a row
+        found = collectives(program, given, targets)
+        assert set(found) == {"all-reduce"}
+        assert found["all-reduce"] <= 3 * 6 * 8  # three numbers a row
 
 
 def test_a_target_outside_a_split_vocabulary_is_nan():
@@ -179,10 +246,8 @@ def test_a_layer_of_columns_and_rows():
     specs = (P(), ROW, P("s"), P("s"), P())
     f = mapped(layer, specs, P())
     arrays = (x, up, bias, down, offset)
-    agree(f, whole, arrays)
-    given = put(arrays, specs)
-    assert collectives(f, *given) == {"all-reduce": 5 * 3 * 8}
-    assert collectives(jax.grad(curved(f)), *given) == {"all-reduce": (5 * 3 + 5 * 4) * 8}
+    assert agree(f, whole, arrays, specs=specs) == {"all-reduce": (5 * 3 + 5 * 4) * 8}
+    assert collectives(f, *put(arrays, specs)) == {"all-reduce": 5 * 3 * 8}
 
 
 def test_sharded_is_the_op():
