@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ._launch import (
     LOG2_E,
@@ -193,20 +194,77 @@ class Program:
         return [jnp.sum(total, 0) for total in totals]
 
 
-def decays(step: jax.Array, a: list[jax.Array]) -> list[jax.Array]:
+def decays(steps: PerChannel, a: States) -> States:
     """exp(Δ·a), of a · log₂ e."""
-    return [exp2(step[:, None] * x) for x in a]
+    return [[exp2(step[:, None] * x) for x in row] for step, row in zip(steps, a, strict=True)]
 
 
-def advance(h: States, steps: PerChannel, inputs: PerChannel, a: States, b: PerState) -> States:
+def advance(h: States, keep: States, inputs: PerChannel, b: PerState) -> States:
     """The next states; ``inputs`` are Δ·u."""
     return [
-        [
-            fma(keep, x, moved[:, None] * y)
-            for keep, x, y in zip(decays(step, row), before, b, strict=True)
-        ]
-        for before, step, moved, row in zip(h, steps, inputs, a, strict=True)
+        [fma(k, x, moved[:, None] * y) for k, x, y in zip(kept, before, b, strict=True)]
+        for before, kept, moved in zip(h, keep, inputs, strict=True)
     ]
+
+
+SLOW = 0.09  # of Δ·a: beyond, what the exponential is off by is soon forgotten
+
+
+class Kept(NamedTuple):
+    """What some steps kept of a state, to compare with what they should have kept.
+
+    exp(Δ·a) is near 1 where little is forgotten, and off by a unit in the last place or two, mostly
+    to one side: over the steps that a state remembers that adds up, to 1.4e-5 in 2400 steps
+    (measured on an H200).  So after every few steps the state is scaled by what they were off by
+    together, Σ (exp(Δ·a) − 1) by its series less the sum of what was taken.
+    """
+
+    powers: list[list[jax.Array]]  # Σ Δ, Σ Δ², Σ Δ³, Σ Δ⁴ and the least Δ, of each channel
+    bits: list[list[jax.Array]]  # sum of what was kept, of each channel and piece, as integers
+    steps: int
+
+    @classmethod
+    def nothing(cls, channels: int, pieces: int, shape: tuple[int, int]):
+        """Before the first step."""
+        zeros = lambda shape, dtype: jnp.zeros(shape, dtype)
+        powers = [[zeros(shape[:1], jnp.float32) for _ in range(5)] for _ in range(channels)]
+        bits = [[zeros(shape, jnp.int32) for _ in range(pieces)] for _ in range(channels)]
+        return cls(powers, bits, 0)
+
+    def and_step(self, steps: PerChannel, keep: States):
+        """With one more.  Numbers from 1/2 to 1 are whole multiples of 2⁻²⁴: of their bits."""
+        powers = []
+        for (one, two, three, four, least), x in zip(self.powers, steps, strict=True):
+            square = x * x
+            sums = one + x, two + square, fma(square, x, three), fma(square, square, four)
+            powers.append([*sums, jnp.minimum(least, x)])
+        whole = lambda x: lax.bitcast_convert_type(x, jnp.int32)
+        bits = [
+            [x + whole(y) for x, y in zip(xs, ys, strict=True)]
+            for xs, ys in zip(self.bits, keep, strict=True)
+        ]
+        return Kept(powers, bits, self.steps + 1)
+
+    def corrected(self, h: States, a: States) -> States:
+        """The state that they should have left; ``a`` is a · log₂ e."""
+        ones = np.int32(np.uint32(self.steps * 0x3F800000 & 0xFFFFFFFF).astype(np.int32))
+        found = []
+        for xs, rates, sums, powers in zip(h, a, self.bits, self.powers, strict=True):
+            one, two, three, four, least = (
+                jnp.broadcast_to(x[:, None], xs[0].shape) for x in powers
+            )
+            row = []
+            for x, rate, total in zip(xs, rates, sums, strict=True):
+                rate = rate * (1 / LOG2_E)
+                square = rate * rate
+                series = fma(rate, four * (1 / 24), three * (1 / 6))
+                series = fma(rate, fma(rate, series, two * 0.5), one)
+                off = fma(rate, series, (ones - total).astype(jnp.float32) * 2.0**-24)
+                slow = (rate <= 0) & (least >= 0) & (square * square * four < SLOW**4)
+                slow &= jnp.abs(x) < np.float32(np.inf)  # that stays what it is
+                row.append(x + jnp.where(slow, off * x, 0))
+            found.append(row)
+        return found
 
 
 def products(xs: PerChannel, ys: PerChannel) -> PerChannel:

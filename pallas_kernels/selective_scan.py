@@ -20,10 +20,12 @@ from ._launch import like, unavailable
 from ._selective_scan import (
     BY_STEPS,
     Activation,
+    Kept,
     Program,
     Size,
     Tile,
     advance,
+    decays,
     operands,
     products,
     run,
@@ -54,6 +56,7 @@ def forward_kernel(
     size: Size,
     tile: Tile,
     activate: Activation,
+    corrected: bool,
     every: int | None = None,
 ) -> None:
     """Some channels of one sequence, from its beginning to its end.
@@ -75,10 +78,11 @@ def forward_kernel(
     def step(row, k, h, given, projections):
         (delta, u), (b, c) = given, projections
         sizes = list(map(activate, delta))
-        h = advance(h, sizes, products(sizes, u), a, b)
+        keep = decays(sizes, a)
+        h = advance(h, keep, products(sizes, u), b)
         if "y" in wanted:
             my.write_per_channel("y", row, k, [my.over_states(states, c) for states in h])
-        return h
+        return h, sizes, keep
 
     def block(i, of):
         row = my.row(i * tile.steps)
@@ -88,12 +92,13 @@ def forward_kernel(
         h, *now = carry
         following = jnp.minimum(i + 1, full - 1)
         ahead = block(following, given), block(following, projections)
-        row = my.row(i * tile.steps)
+        row, kept = my.row(i * tile.steps), Kept.nothing(tile.channels, tile.pieces, my.shape)
         for k, (xs, ys) in enumerate(zip(*now, strict=True)):
             if every and k % every == 0:
                 my.write_matrix("edges", h, my.sequence, (i * tile.steps + k) // every)
-            h = step(row, k, h, xs, ys)
-        return h, *ahead
+            h, *taken = step(row, k, h, xs, ys)
+            kept = kept.and_step(*taken)
+        return kept.corrected(h, a) if corrected else h, *ahead
 
     h, first = my.matrix_or_zeros("start"), np.int32(0)
     if full:
@@ -102,7 +107,7 @@ def forward_kernel(
 
     def one(t, h):
         row = my.row(t)
-        return step(row, 0, h, given(row, 0), projections(row, 0))
+        return step(row, 0, h, given(row, 0), projections(row, 0))[0]
 
     for begin in range(full * tile.steps, size.length, every or tile.steps):
         if every:
@@ -145,6 +150,7 @@ def forward(
     interpret: bool = False,
     tile: Tile = FORWARD,
     parts: int = 1,
+    corrected: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """h ← exp(Δ·a)·h + Δ·b·u,  y = Σₙ h·c,  along axis 1; and h after the last step.
 
@@ -162,7 +168,8 @@ def forward(
     """
     batch, n = u.shape[0], a.shape[1]
     given = operands(u, delta, a, b, c, start=initial_state)
-    kernel = functools.partial(forward_kernel, activate=step_size(delta_softplus))
+    activate = step_size(delta_softplus)
+    kernel = functools.partial(forward_kernel, activate=activate, corrected=corrected)
     given |= {
         name: x.reshape(batch * parts, -1, x.shape[2])
         for name, x in given.items()

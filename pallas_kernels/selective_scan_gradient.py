@@ -20,6 +20,7 @@ from ._launch import LIMIT, LOG2_E, cdiv, fma, like
 from ._selective_scan import (
     PORTION,
     Activation,
+    Kept,
     Program,
     Size,
     Tile,
@@ -57,6 +58,7 @@ def backward_kernel(
     tile: Tile,
     activate: Activation,
     slope: Activation,
+    corrected: bool,
 ) -> None:
     """Some channels of one sequence, from its end to its beginning."""
     my = Program(dict(zip(names, refs, strict=True)), size, tile)
@@ -72,11 +74,12 @@ def backward_kernel(
 
     def block(i, carry, count=tile.steps):
         """The ``count`` steps after the state before block i."""
+        kept = Kept.nothing(tile.channels, tile.pieces, my.shape)
         states, row = [my.matrix("edges", my.sequence, i)], my.row(i * tile.steps)
         for k in range(count):
             delta, u, b = given(row, k)
             sizes = list(map(activate, delta))
-            states.append(advance(states[-1], sizes, products(sizes, u), a, b))
+            states.append(advance(states[-1], decays(sizes, a), products(sizes, u), b))
         for end in range(count, 0, -PORTION):
             # All of it is read before anything is written: nothing read may overtake a write.
             steps = range(max(end - PORTION, 0), end)
@@ -85,8 +88,10 @@ def backward_kernel(
                 for k in steps
             ]
             for k, xs in reversed(list(zip(steps, read, strict=True))):
-                carry = back(row, k, states[k], states[k + 1], xs, carry)
-        return carry
+                carry, *taken = back(row, k, states[k], states[k + 1], xs, carry)
+                kept = kept.and_step(*taken)
+        lam, da = carry
+        return kept.corrected(lam, a) if corrected else lam, da
 
     def back(row, k, before, h, xs, carry):
         """The gradients of one step, and the carry before it."""
@@ -102,9 +107,8 @@ def backward_kernel(
         my.write_per_state("dc", row, k, my.over_channels(h, g))
         along_b = [my.over_states(xs, b) for xs in lam]
         my.write_per_channel("du", row, k, products(sizes, along_b))
-        lam = [
-            products(decays(step, rates), xs) for step, rates, xs in zip(sizes, a, lam, strict=True)
-        ]
+        keep = decays(sizes, a)
+        lam = [products(row, xs) for row, xs in zip(keep, lam, strict=True)]
         dkeep = [products(xs, past) for xs, past in zip(lam, before, strict=True)]
         along_a = [my.over_states(xs, rates) for xs, rates in zip(dkeep, a, strict=True)]
         ddelta = [
@@ -116,7 +120,7 @@ def backward_kernel(
             [fma(x, step[:, None], y) for x, y in zip(xs, ys, strict=True)]
             for xs, step, ys in zip(dkeep, sizes, da, strict=True)
         ]
-        return lam, da
+        return (lam, da), sizes, keep
 
     carry = my.matrix_or_zeros("dlast"), my.matrix_or_zeros("")
     carry = block(np.int32(full), carry, rest) if rest else carry
@@ -140,6 +144,7 @@ def backward(
     interpret: bool = False,
     tile: Tile = BACKWARD,
     edges: Tile = FORWARD,
+    corrected: bool = True,
 ) -> tuple[jax.Array, ...]:
     """The gradients of u, Δ, a, b, c and the initial state; arguments as of the forward."""
     (batch, length, d), n = u.shape, a.shape[1]
@@ -148,7 +153,8 @@ def backward(
     padded_n = given["a"].shape[1]
     f32 = lambda *shape: like(u, shape, jnp.float32)
     out = {"edges": f32(batch, cdiv(length, tile.steps), d, padded_n)}
-    kernel = functools.partial(forward_kernel, activate=activate, every=tile.steps)
+    how: dict[str, Any] = {"activate": activate, "corrected": corrected}
+    kernel = functools.partial(forward_kernel, **how, every=tile.steps)
     before = {name: x for name, x in given.items() if name not in ("c", "dlast")}
     found = run(kernel, "selective_scan_states", before, out, n, edges, interpret)
     given = {name: x for name, x in given.items() if name != "start"} | found | {"g": upstream}
@@ -157,7 +163,7 @@ def backward(
     out = {"du": like(u), "ddelta": like(u), "da": matrix, "db": parts, "dc": parts}
     kernel = functools.partial(
         backward_kernel,
-        activate=activate,
+        **how,
         slope=logistic if delta_softplus else lambda x: jnp.ones(x.shape, jnp.float32),
     )
     out |= {"dstart": matrix}
