@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array as Array
 
 from .errors import UnknownName, X64Required
 from .op_kind import unknown
 
+Array = jax.Array
 Pair = tuple[int, int]  # (vertical, horizontal); one int stands for both
 Padding = tuple[tuple[int, int], ...]  # (before, after) per axis
 Reduction = Literal["mean", "sum", "none"]
@@ -34,19 +34,19 @@ FUEL_DTYPES = {  # Fuel's name -> JAX's
 }
 
 if TYPE_CHECKING:
-    from typing import (
-        Annotated as Anything,
-        Annotated as Bytes,
-        Annotated as Floats,
-        Annotated as Halves,
-        Annotated as Indices,
-        Annotated as Mask,
-        Annotated as Numbers,
-        Annotated as Products,
-        Annotated as Single,
-        Annotated as Wide,
-        Annotated as Words,
-    )
+    from typing import Annotated
+
+    Anything = Annotated
+    Bytes = Annotated
+    Floats = Annotated
+    Halves = Annotated
+    Indices = Annotated
+    Mask = Annotated
+    Numbers = Annotated
+    Products = Annotated
+    Single = Annotated
+    Wide = Annotated
+    Words = Annotated
 else:
     from jaxtyping import AbstractDtype
 
