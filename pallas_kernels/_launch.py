@@ -104,10 +104,12 @@ def power_of_two(n: int) -> int:
 
 def like(x: Any, shape: Sequence[int] | None = None, dtype: Any = None) -> jax.ShapeDtypeStruct:
     """A result that varies over the mesh axes ``x`` varies over under ``shard_map``."""
+    # JAX has no type of a shape that varies.
+    varies = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     return jax.ShapeDtypeStruct(
         tuple(x.shape if shape is None else shape),
         x.dtype if dtype is None else dtype,
-        manual_axis_type=jax.typeof(x).manual_axis_type,
+        manual_axis_type=varies.manual_axis_type,
     )
 
 
