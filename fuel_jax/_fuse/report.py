@@ -23,7 +23,7 @@ class Replaced:
     @classmethod
     def of(cls, site: Site) -> Replaced:
         """Of a site."""
-        by_term = {t: v.aval.str_short() for t, v in site.operands.items()}
+        by_term = {t: site.given(v).aval.str_short() for t, v in site.operands.items()}
         operands = {n: by_term.get(t, "?") for n, (t, _, _) in site.found.operands.items()}
         return cls(site.spelling.name, site.where, site.params, operands, len(site.covers))
 

@@ -14,7 +14,7 @@ from .matching import Matcher, pattern_of
 from .program import Equation, Number, Program, Var, flatten
 from .proving import find
 from .rules import Reader
-from .sites import Site, assemble, narrowest, place
+from .sites import Site, assemble, place
 from .spelling import Spelling
 from .terms import Term, Terms, View
 
@@ -181,7 +181,7 @@ def run(made: Plan, values: Sequence[Any]) -> list[Any]:
     read = lambda a: a.val if isinstance(a, Number) else env[id(a)]
     for eqn, site in needed(made):
         if site is not None:
-            given = [read(narrowest(v, site.root)) for v in site.operands.values()]
+            given = [read(site.given(v)) for v in site.operands.values()]
             env[id(site.root)] = assemble(site, made.views, *given)
         else:
             results = execute(eqn, made.inner.get(eqn, {}), [read(a) for a in eqn.inputs])
@@ -198,7 +198,7 @@ def needed(made: Plan) -> list[tuple[Equation, Site | None]]:
         site = next((made.sites[v] for v in eqn.outputs if v in made.sites), None)
         inputs = eqn.inputs
         if site is not None:
-            inputs = [narrowest(v, site.root) for v in site.operands.values()]
+            inputs = [site.given(v) for v in site.operands.values()]
         wanted |= {id(v) for v in inputs}
         kept.append((eqn, site))
     return kept[::-1]

@@ -27,6 +27,11 @@ class Site:
     root: Var
     covers: frozenset[Equation]
     operands: dict[Term, Var]
+    narrow: bool = False  # operands as they were before they were widened, whatever the result is
+
+    def given(self, v: Var) -> Var:
+        """The variable that the op reads for an operand."""
+        return narrowest(v, 0 if self.narrow else self.root.dtype.itemsize)
 
     @property
     def spelling(self) -> Spelling:
@@ -64,7 +69,7 @@ def place(
         return None  # a scalar is no vector of one: a · b + c is not a linear layer
     site = Site(found, root, frozenset(covers), operands)
     widths = [
-        narrowest(operands[t], root).dtype
+        site.given(operands[t]).dtype
         for n, (t, _, _) in found.operands.items()
         if n not in spelling.dtypes
     ]
@@ -78,14 +83,27 @@ def place(
     )
     if reason := next(filter(None, reasons), None):
         return reason
+    narrow = dataclasses.replace(site, narrow=True)
+    narrows = any(narrow.given(v) is not site.given(v) for v in operands.values())
+    if narrows and asked(narrow, views, tried) is None:
+        return narrow
+    return asked(site, views, tried) or site
+
+
+def asked(site: Site, views: Mapping[Var, View], tried: dict[Any, str | None]) -> str | None:
+    """As :func:`refusal`, once for each kind of call."""
     kind = kind_of_call(site, views)
     if kind not in tried:
         tried[kind] = refusal(site, views)
-    return tried[kind] or site
+    return tried[kind]
 
 
 def refusal(site: Site, views: Mapping[Var, View]) -> str | None:
-    """What the op says against these operands."""
+    """What the op says against these operands.
+
+    Halves that the program widens are read as they are where the result is wide all the same, as
+    a loss is: the op widens them itself, and saves a copy.
+    """
     root = site.root
     try:
         y = jax.eval_shape(functools.partial(assemble, site, views), *avals(site))
@@ -101,9 +119,9 @@ def kind_of_call(site: Site, views: Mapping[Var, View]) -> Any:
     number = {t: i for i, t in enumerate(site.operands)}
     of_term = lambda t: number.get(t, repr(t.params))
     of_axes = lambda slots: tuple(axes.setdefault(a, len(axes)) for a in slots)
-    arrays = [narrowest(v, root) for v in site.operands.values()]
+    arrays = [site.given(v) for v in site.operands.values()]
     return (
-        site.spelling,
+        *(site.spelling, site.narrow),
         repr(sorted(site.params.items())),
         tuple(
             (name, of_term(t), tuple(map(of_axes, dims)), of_axes(slots))
@@ -230,14 +248,14 @@ def widened(site: Site, widths: Sequence[Any]) -> str | None:
     )
 
 
-def narrowest(v: Var, root: Var) -> Var:
-    """The variable a value was widened from, if the result is no wider."""
+def narrowest(v: Var, least: int) -> Var:
+    """The variable a value was widened from, of at least so many bytes an element."""
     while v.maker is not None and v.maker.name == "convert_element_type":
         (source,) = v.maker.inputs
         floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (source, v))
         if not (isinstance(source, Var) and floats and source.dtype.itemsize < v.dtype.itemsize):
             break
-        if root.dtype.itemsize > source.dtype.itemsize:
+        if source.dtype.itemsize < least:
             break
         v = source
     return v
@@ -248,7 +266,7 @@ def narrowest(v: Var, root: Var) -> Var:
 
 def avals(site: Site) -> list[Any]:
     """Of the operands, in order."""
-    given = (narrowest(v, site.root) for v in site.operands.values())
+    given = map(site.given, site.operands.values())
     return [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in given]
 
 
@@ -256,7 +274,7 @@ def assemble(site: Site, views: Mapping[Var, View], *values: Any) -> Any:
     """The op's call, and around it what brings its operands and result into place."""
     found, spelling, root = site.found, site.spelling, site.root
     arrays = {
-        t: (x, views[narrowest(v, root)])
+        t: (x, views[site.given(v)])
         for (t, v), x in zip(site.operands.items(), values, strict=True)
     }
 
@@ -281,7 +299,8 @@ def assemble(site: Site, views: Mapping[Var, View], *values: Any) -> Any:
         for n, (t, _, _) in found.operands.items()
         if jnp.issubdtype((x := fetch(t)).dtype, jnp.floating)
     ]
-    common = functools.reduce(jnp.promote_types, floats, root.dtype)
+    wide = [] if site.narrow else [root.dtype]
+    common = functools.reduce(jnp.promote_types, [*floats, *wide])
     for name, (term, dims, slots) in found.operands.items():
         flat = [a for d in dims for a in d]
         x = spread(fetch(term), slots, flat)

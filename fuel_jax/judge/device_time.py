@@ -101,20 +101,24 @@ def interleaved(
 
 def in_kernels(burst: Burst, launches: int) -> float | None:
     """Microseconds of a launch that the device was at work; None where no profiler sees one."""
+    return sum(kernels(burst, launches).values()) or None
+
+
+def kernels(burst: Burst, launches: int) -> dict[str, float]:
+    """Microseconds of a launch that the device was at each kernel; none where no profiler sees."""
+    took: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             burst(launches)
         (file,) = pathlib.Path(folder).rglob("*.xplane.pb")
         planes = jax.profiler.ProfileData.from_file(str(file)).planes
-        took = [
-            event.duration_ns
-            for plane in planes
-            if plane.name.startswith("/device:GPU")
-            for line in plane.lines
-            if line.name.startswith("Stream")
-            for event in line.events
-        ]
-    return sum(took) * 1e-3 / launches if took else None
+        devices = (plane for plane in planes if plane.name.startswith("/device:GPU"))
+        for line in (line for plane in devices for line in plane.lines):
+            if line.name.startswith("Stream"):
+                for event in line.events:
+                    us = event.duration_ns * 1e-3 / launches
+                    took[event.name] = took.get(event.name, 0.0) + us
+    return took
 
 
 def torch_burst(f: Callable[..., Any], sets: Sequence[Any], join: int) -> Burst:

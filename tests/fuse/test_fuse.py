@@ -144,6 +144,23 @@ def test_float64_losses_are_not_rounded():
     assert fuse(loss)(wide, labels) == pytest.approx(float(loss(wide, labels)), rel=1e-14)
 
 
+def test_halves_that_the_op_widens_itself_are_not_widened_before():
+    half, labels = X.astype("bfloat16"), jnp.array([0, 3, 5, 1])
+
+    def loss(x):
+        logp = jax.nn.log_softmax(x.astype("float32"))
+        return -jnp.take_along_axis(logp, labels[:, None], -1).mean()
+
+    (site,) = fuse.report(loss)(half).replaced
+    assert site.operands["logits"].startswith("bfloat16")
+    values, slopes = zip(*(jax.value_and_grad(f)(half) for f in (loss, fuse(loss))), strict=True)
+    np.testing.assert_allclose(*values, rtol=1e-6)  # nothing is rounded but the slope
+    np.testing.assert_allclose(*map(np.float32, slopes), rtol=2**-7)
+    # A wide softmax of halves stays one: the op of halves would round it.
+    (site,) = fuse.report(lambda x: jax.nn.softmax(x.astype("float32")))(half).replaced
+    assert site.operands["x"].startswith("float32")
+
+
 @pytest.mark.parametrize("labels", [[0, 5, 3, 1], [-1, -6, 6, 2], [-7, 100, -100, 0]])
 @pytest.mark.parametrize("way", ["pick", "index", "one_hot"])
 def test_labels_that_are_no_class_mean_what_they_meant(labels, way):
