@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..numerics import is_float
+from ..numerics import is_float, zeros
 from ..types import Array
 from .reduce import lifted
 
@@ -95,7 +95,7 @@ def take_jvp(in_order, primals, tangents):
     (x, rows), (t, _) = primals, tangents
     v = lifted(t)
     if in_order:  # reading, spelled as the transpose of adding: so that its transpose is adding
-        src = jax.ShapeDtypeStruct((rows.size, *v.shape[1:]), v.dtype)
+        src = zeros((rows.size, *v.shape[1:]), v)
         (t,) = jax.linear_transpose(lambda s: sum_in_order(s, rows, len(v)), src)(v)
     else:
         t = v.at[rows].get(mode="fill", fill_value=0, **AS_THEY_ARE)
@@ -129,7 +129,7 @@ def sum_in_order(src: Array, rows: Array, count: int) -> Array:
     _, sums = lax.associative_scan(join, (first, sorted_src))
     beyond = count + jnp.arange(row.size, dtype=jnp.int32)  # each its own, so that all are unique
     place = jnp.where(last, row, beyond)
-    none = jnp.zeros((count, *src.shape[1:]), src.dtype)
+    none = zeros((count, *src.shape[1:]), src)
     return none.at[place].add(sums, mode="drop", unique_indices=True, **AS_THEY_ARE)
 
 
