@@ -1,4 +1,4 @@
-"""Two processes of two devices: the losses of one; if one dies, the other does not hang."""
+"""Processes by ``jax.distributed``: one device's losses; one that dies, and going on from there."""
 
 import os
 import pathlib
@@ -8,61 +8,79 @@ import sys
 import time
 
 import jax
+import many_devices
 import pytest
 
 from . import steps
 
 PATIENCE = 120  # seconds until a process counts as hanging, on a busy machine
+DEVICES, DIES_AT = 8, 3
 
 
-def started(*dies_after):
-    """Both processes; ``dies_after`` is for the second."""
+def started(count, checkpoints, *dies_at):
+    """All processes; ``dies_at`` is for the last."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
-    root = str(pathlib.Path(__file__).parents[2])
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": root}
+    root = pathlib.Path(__file__).parents[2]
+    flags = f"--xla_force_host_platform_device_count={DEVICES // count}"
+    env = os.environ | {
+        "XLA_FLAGS": f"{flags} --xla_backend_optimization_level=0",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(root), str(root / "notebooks")]),
+    }
     command = [sys.executable, steps.__file__]
     return [
         subprocess.Popen(
-            [*command, str(i), "2", port, *(dies_after if i else ())],
+            [*command, str(i), str(count), port, str(checkpoints), *dies_at[: i == count - 1]],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for i in range(2)
+        for i in range(count)
     ]
 
 
 def ended(processes):
-    """What each printed and said; none is left behind."""
+    """The losses each printed, by step, and what it said; none is left behind."""
     try:
-        return [p.communicate(timeout=PATIENCE) for p in processes]
+        told = [p.communicate(timeout=PATIENCE) for p in processes]
     finally:
         for p in processes:
             p.kill()
+    lines = [[line.split() for line in out.splitlines()] for out, _ in told]
+    losses = [{int(w[1]): float(w[2]) for w in its if w[:1] == ["loss"]} for its in lines]
+    return list(zip(losses, (err for _, err in told), strict=True))
 
 
-def test_losses_are_those_of_one_process():
-    types = (jax.sharding.AxisType.Auto,) * 2
-    alone = jax.make_mesh((1, 1), ("data", "model"), axis_types=types, devices=jax.devices()[:1])
-    want = [float(x) for x in steps.losses(alone)]
-    processes = started()
-    for out, err in ended(processes):
-        got = [float(line.split()[1]) for line in out.splitlines() if line.startswith("loss")]
-        assert got == pytest.approx(want, rel=1e-5), err
-    assert [p.returncode for p in processes] == [0, 0]
+def from_step(first, curve):
+    """The curve from that step on, which is counted from 1."""
+    return pytest.approx({i: x for i, x in enumerate(curve, 1) if i >= first}, rel=1e-5)
 
 
-def test_one_that_dies_ends_the_other():
-    """With an error that says so, within a bounded time."""
-    processes = started("1")
+@pytest.fixture(scope="module")
+def curve():
+    with jax.numpy_dtype_promotion("standard"):
+        return list(many_devices.on_one_device(steps.SMALL, steps.TEXT, steps.STEPS))
+
+
+def test_four_of_which_one_dies_and_two_go_on(tmp_path, curve):
+    """The others end with an error that says so, in time; the last whole state is gone on from."""
+    pytest.importorskip("orbax.checkpoint")
+    processes = started(4, tmp_path, str(DIES_AT))
     begun = time.monotonic()
-    (out, err), _ = ended(processes)
+    *others, (last, _) = ended(processes)
     assert time.monotonic() - begun < PATIENCE
-    assert processes[1].returncode == 17
-    assert processes[0].returncode != 0
-    assert out.count("loss") < steps.STEPS
-    assert any(word in err for word in ("unhealthy", "Connection", "heartbeat", "peer"))
+    assert processes[-1].returncode == 17
+    for process, (losses, err) in zip(processes, others, strict=False):
+        assert process.returncode not in (0, 17)
+        assert any(word in err for word in ("unhealthy", "Connection", "heartbeat", "peer")), err
+        assert max(losses) <= DIES_AT
+    want = {i: x for i, x in enumerate(curve, 1) if i <= DIES_AT}
+    assert last == pytest.approx(want, rel=1e-5)
+
+    processes = started(2, tmp_path)
+    for losses, err in ended(processes):
+        assert losses == from_step(DIES_AT, curve), err
+    assert [p.returncode for p in processes] == [0, 0]
