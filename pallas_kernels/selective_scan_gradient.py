@@ -33,14 +33,10 @@ from ._selective_scan import (
     run,
     step_size,
 )
-from .selective_scan import FORWARD, declines, forward_kernel, refuses
+from .selective_scan import forward_kernel, refuses
 
 BACKWARD = Tile(channels=2, pieces=1, steps=4)
-
-
-def declines_gradient(*operands: Any, **params: Any) -> str | None:
-    """Until it was compared on a GPU: it was timed there, and compared where it is interpreted."""
-    return declines(*operands) or "its results were not compared with float64 on a GPU yet"
+EDGES = Tile(channels=1, pieces=1, steps=8)
 
 
 def refuses_gradient(u: Any, delta: Any, a: Any, *rest: Any, **params: Any) -> str | None:
@@ -143,7 +139,7 @@ def backward(
     delta_softplus: bool,
     interpret: bool = False,
     tile: Tile = BACKWARD,
-    edges: Tile = FORWARD,
+    edges: Tile = EDGES,
     corrected: bool = True,
 ) -> tuple[jax.Array, ...]:
     """The gradients of u, Δ, a, b, c and the initial state; arguments as of the forward."""

@@ -36,6 +36,11 @@ def refuses(x: Any, dt: Any, a: Any, b: Any, *rest: Any, **params: Any) -> str |
     return unavailable(x, b)
 
 
+def declines(x: Any, *rest: Any, **params: Any) -> str | None:
+    """Where XLA is faster: 58 µs against 26, and backward 148 against 35, of 64 sequences."""
+    return "a block of one step is mostly empty" if x.shape[1] == 1 else None
+
+
 def scan_kernel(*refs: Any, tile: Tile) -> None:
     """One head, or some columns of it, a block of steps after another."""
     x_ref, *sums_refs, b_ref, c_ref = refs[:6]

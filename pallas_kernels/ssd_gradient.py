@@ -2,20 +2,21 @@
 
 states, cotangents
     grid      heads (× parts of p) × sequences; forward, and from the last block back
-    reads     x and b, or dy and c                           writes   a state a block
-gradient
+    reads     x and b; or dy, c and the states               writes   a state a block
+across, within blocks: the gradient
     grid      groups × parts of their heads × blocks × sequences
-    reads     x, dy and the states once                      writes   dx; db and dc of its heads
+    reads     x and dy twice, cotangents twice, states once  writes   dx; db and dc of its heads
 bound by  tensor cores, and one block waiting for another.  Measured on an H200, 8 sequences of 2048
-          steps, 64 heads of 64, 128 states, bfloat16: 1678 µs, of which states and cotangents 414
+          steps, 64 heads of 64, 128 states, bfloat16: 1115 µs, of which states and cotangents 485;
+          with all products of a block in one kernel it took 1678
 
 The gradient of bfloat16 makes do with one piece of every state between blocks, a rounding like its
-own: two take twice as long.
+own: two take 1.3 times as long.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,10 @@ from ._ssd import (
     FED,
     HEADS,
     PIECES,
+    Block,
     Decay,
     Head,
+    Scalar,
     Tile,
     block_of,
     dot,
@@ -43,7 +46,8 @@ from ._ssd import (
 )
 from .ssd import FORWARD, refuses
 
-BACKWARD = Tile(64, 64, 8, 1)
+BACKWARD = Tile(64, 64, 4, 2)
+FAR = Tile(64, 64, 4, 1)
 SPLITS = 2  # parts of the heads of a group
 
 
@@ -63,25 +67,37 @@ def edges_kernel(*refs: Any, tile: Tile, reverse: bool) -> None:
     """The state before every block of one head; or, from the end, its cotangent after every block.
 
     The one grows by dt · x bᵀ, less what decays till the end of the block; the other by dy cᵀ, less
-    what has decayed since its beginning.
+    what has decayed since its beginning.  The second also multiplies the two: what goes across a
+    block, all of which its decay has scaled.
     """
     x_ref, *sums_refs, b_ref = refs[:5]
-    *initial, edges_ref, last_ref = refs[5:]
+    if reverse:
+        before_ref, *initial, edges_ref, last_ref, across_ref = refs[5:]
+    else:
+        *initial, edges_ref, last_ref = refs[5:]
     here = Head.of(x_ref, b_ref, tile.width)
     blocks = cdiv(x_ref.shape[1], tile.steps)
 
     def step(i, h):
         j = blocks - 1 - i if reverse else i
+        at = (here.row, j, here.head, here.state[:, None], here.column[None, :])
         for k, piece in enumerate(pieces(h, edges_ref.shape[0])):
-            at = (k, here.row, j, here.head, here.state[:, None], here.column[None, :])
-            write(edges_ref, at, piece, here.mask)
+            write(edges_ref, (k, *at), piece, here.mask)
         t = j * tile.steps + counted(tile.steps)
         x = load(x_ref, *here.channels(x_ref, t))
         b = load(b_ref, *here.projections(b_ref, t))
         decay = Decay.read(sums_refs, here.row, here.head, j, tile.steps)
         weight = decay.kept if reverse else decay.dt * decay.rest
         fed = x.astype(jnp.float32) * weight[:, None]
-        return product(pieces(b), pieces(fed, FED), (0, 0), h * decay.whole)
+        new = h * decay.whole
+        if reverse:
+            both = sum(
+                new * load(before_ref, (k, *at), here.mask).astype(jnp.float32)
+                for k in range(edges_ref.shape[0])
+            )
+            across = jnp.sum(jnp.sum(both, 0, keepdims=True), 1)
+            triton().store(across_ref.at[here.row, here.head, j + counted(1)], across)
+        return product(pieces(b), pieces(fed, FED), (0, 0), new)
 
     h = loop(blocks, step, here.first(initial[0] if initial else None))
     write(last_ref, here.at_state, h, here.mask)
@@ -92,93 +108,141 @@ def edges(
     summed: Sequence[jax.Array],
     b: jax.Array,
     initial: jax.Array | None,
+    before: jax.Array | None = None,
     *,
-    reverse: bool,
     interpret: bool,
     tile: Tile,
-) -> tuple[jax.Array, jax.Array]:
-    """States at the edges of blocks, ``[pieces, batch, blocks, h, n, p]``; and after the last."""
+) -> Sequence[jax.Array]:
+    """States at the edges of blocks, ``[pieces, batch, blocks, h, n, p]``; and after the last.
+
+    Beside states ``before``: their cotangents, and the products of both, ``[batch, h, blocks]``.
+    """
     batch, length, heads, p = x.shape
     n = b.shape[-1]
     tile = tile._replace(width=min(tile.width, block_of(p)))
+    blocks = cdiv(length, tile.steps)
+    reverse = before is not None
     kept = 1 if x.dtype == jnp.bfloat16 else PIECES
-    shape = (kept, batch, cdiv(length, tile.steps), heads, n, p)
+    shape = (kept, batch, blocks, heads, n, p)
+    out = [like(x, shape, jnp.bfloat16), like(x, (batch, heads, p, n), jnp.float32)]
     return launch(
         functools.partial(edges_kernel, tile=tile, reverse=reverse),
         "ssd_cotangents" if reverse else "ssd_states",
-        out=(like(x, shape, jnp.bfloat16), like(x, (batch, heads, p, n), jnp.float32)),
+        out=out + [like(x, (batch, heads, blocks), jnp.float32)] * reverse,
         grid=(heads * cdiv(p, tile.width), batch),
         warps=tile.warps,
         stages=tile.stages,
         interpret=interpret,
-    )(x, *summed, b, *given(initial))
+    )(x, *summed, b, *given(before), *given(initial))
 
 
-def gradient_kernel(*refs: Any, tile: Tile, each: int) -> None:
-    """One block of steps, ``each`` heads of a group one after the other.
+class Share(NamedTuple):
+    """Some heads of a group, one block of steps of a sequence, a program works on."""
 
-    What db and dc owe to scores is summed over the heads first: scores are c bᵀ for all of them.
-    """
-    x_ref, dy_ref, *sums_refs, b_ref, c_ref, h_ref, dh_ref = refs[:9]
-    dx_ref, later_ref, direct_ref, across_ref, db_ref, dc_ref = refs[9:]
-    _, length, heads, p = x_ref.shape
-    groups, n = b_ref.shape[2:]
-    splits = np.int32(heads // groups // each)
-    split, group = lax.rem(program_id(0), splits), lax.div(program_id(0), splits)
-    j, row = program_id(1), program_id(2)
-    t = j * tile.steps + counted(tile.steps)
-    column, state = counted(block_of(p)), counted(block_of(n))
-    at_group, of_group = (row, t[:, None], group, state[None, :]), inside(t, length, state, n)
-    b, c = load(b_ref, at_group, of_group), load(c_ref, at_group, of_group)
-    scores = dot(b, c, (1, 1))  # [s, t]
-    as_wide = lambda parts: functools.reduce(jnp.add, [q.astype(jnp.float32) for q in parts])
+    group: Scalar
+    split: Scalar
+    j: Scalar
+    row: Scalar
+    first: Scalar
+    t: jax.Array
+    column: jax.Array
+    state: jax.Array
 
-    def step(i, carry):
-        pairs, db, dc = carry
-        head = (group * splits + split) * each + i
-        at, mask = (row, t[:, None], head, column[None, :]), inside(t, length, column, p)
-        x, dy = load(x_ref, at, mask), load(dy_ref, at, mask)
-        at_edge, of_edge = (
-            (row, j, head, state[:, None], column[None, :]),
-            inside(state, n, column, p),
+    @classmethod
+    def of(cls, x_ref: Any, b_ref: Any, steps: int, each: int):
+        """That of this program of a grid of parts of groups, blocks and sequences."""
+        heads, p = x_ref.shape[2:]
+        groups, n = b_ref.shape[2:]
+        splits = np.int32(heads // groups // each)
+        split, group = lax.rem(program_id(0), splits), lax.div(program_id(0), splits)
+        j = program_id(1)
+        t = j * steps + counted(steps)
+        column, state = counted(block_of(p)), counted(block_of(n))
+        first = (group * splits + split) * each
+        return cls(group, split, j, program_id(2), first, t, column, state)
+
+    def channels(self, ref: Any, head: Scalar) -> tuple[tuple[Any, ...], Block | None]:
+        """Where a head's columns are, and which of them there are."""
+        mask = inside(self.t, ref.shape[1], self.column, ref.shape[3])
+        return (self.row, self.t[:, None], head, self.column[None, :]), mask
+
+    def projections(self, ref: Any) -> tuple[tuple[Any, ...], Block | None]:
+        """Where b or c is, or its gradient, and how much of it there is."""
+        mask = inside(self.t, ref.shape[-3], self.state, ref.shape[-1])
+        return (self.row, self.t[:, None], self.group, self.state[None, :]), mask
+
+    def edge(self, ref: Any, head: Scalar) -> list[Block]:
+        """A head's state before the block, or its cotangent after it, in pieces."""
+        mask = inside(self.state, ref.shape[-2], self.column, ref.shape[-1])
+        at = (self.row, self.j, head, self.state[:, None], self.column[None, :])
+        return [load(ref, (k, *at), mask) for k in range(ref.shape[0])]
+
+
+def across_kernel(*refs: Any, tile: Tile, each: int, reverse: bool) -> None:
+    """What db owes to the cotangents after the block; or dc, reversed, to the states before it."""
+    x_ref, *sums_refs, b_ref, edges_ref, rows_ref, db_ref = refs
+    here = Share.of(x_ref, b_ref, tile.steps, each)
+    b = load(b_ref, *here.projections(b_ref))
+
+    def step(i, db):
+        head = here.first + i
+        x = load(x_ref, *here.channels(x_ref, head))
+        decay = Decay.read(sums_refs, here.row, head, here.j, tile.steps)
+        weight = decay.kept if reverse else decay.rest
+        part = product(pieces(x), here.edge(edges_ref, head), (1, 1)) * weight[:, None]
+        triton().store(
+            rows_ref.at[here.row, head, here.t], jnp.sum(part * b.astype(jnp.float32), 1)
         )
-        edge = lambda ref: [load(ref, (k, *at_edge), of_edge) for k in range(h_ref.shape[0])]
-        h, dh = edge(h_ref), edge(dh_ref)
-        decay = Decay.read(sums_refs, row, head, j, tile.steps)
-        dt, rest, between = decay.dt[:, None], decay.rest, decay.between(turned=True)
+        return db + (part if reverse else part * decay.dt[:, None])
 
-        of_state = product(pieces(b), dh, (1, 0))  # [s, p]
-        fed = jnp.sum(of_state * x.astype(jnp.float32), 1) * rest
-        dx = of_state * (rest[:, None] * dt)
+    db = loop(each, step, jnp.zeros((tile.steps, here.state.size), jnp.float32))
+    at, mask = here.projections(db_ref)
+    write(db_ref, (here.split, *at), db, mask)
+
+
+def within_kernel(*refs: Any, tile: Tile, each: int) -> None:
+    """dx, and what db and dc owe to the scores of a block, summed over the heads first."""
+    x_ref, dy_ref, *sums_refs, b_ref, c_ref, dh_ref = refs[:8]
+    dx_ref, later_ref, direct_ref, db_ref, dc_ref = refs[8:]
+    here = Share.of(x_ref, b_ref, tile.steps, each)
+    b = load(b_ref, *here.projections(b_ref))
+    c = load(c_ref, *here.projections(c_ref))
+    scores = dot(b, c, (1, 1))  # [s, t]
+
+    def step(i, pairs):
+        head = here.first + i
+        at, mask = here.channels(x_ref, head)
+        x, dy = load(x_ref, at, mask), load(dy_ref, at, mask)
+        decay = Decay.read(sums_refs, here.row, head, here.j, tile.steps)
+        dt, between = decay.dt[:, None], decay.between(turned=True)
+        dx = product(pieces(b), here.edge(dh_ref, head), (1, 0)) * (decay.rest[:, None] * dt)
         dx = product(pieces(scores * between * dt), pieces(dy), (1, 0), dx)
         write(dx_ref, at, dx, mask)
-
         seen = between * dot(x, dy, (1, 1))
         pairs = pairs + seen * dt
         seen = seen * scores
-        from_state = product(pieces(dy), h, (1, 1)) * decay.kept[:, None]  # [t, n]
-        dc = dc + from_state
-        db = db + product(pieces(x), dh, (1, 1)) * (rest[:, None] * dt)
+        triton().store(later_ref.at[here.row, head, here.t], jnp.sum(seen * dt, 0))
+        triton().store(direct_ref.at[here.row, head, here.t], jnp.sum(seen, 1))
+        return pairs
 
-        later = jnp.sum(seen * dt, 0) + jnp.sum(from_state * c.astype(jnp.float32), 1)
-        triton().store(later_ref.at[row, head, t], later)
-        triton().store(direct_ref.at[row, head, t], jnp.sum(seen, 1) + fed)
-        both = jnp.sum(jnp.sum(as_wide(h) * as_wide(dh), 0, keepdims=True), 1)
-        across = jnp.sum((decay.dt * fed)[None, :], 1) + both * decay.whole[0]
-        triton().store(across_ref.at[row, head, j + counted(1)], across)
-        return pairs, db, dc
-
-    zero = lambda *shape: jnp.zeros(shape, jnp.float32)
-    start = zero(tile.steps, tile.steps), *[zero(tile.steps, state.size)] * 2
-    pairs, db, dc = loop(each, step, start)
-    db = product(pieces(pairs), pieces(c), (1, 0), db)
-    dc = product(pieces(pairs), pieces(b), (0, 0), dc)
-    for ref, d in ((db_ref, db), (dc_ref, dc)):
-        write(ref, (split, *at_group), d, of_group)
+    pairs = loop(each, step, jnp.zeros((tile.steps, tile.steps), jnp.float32))
+    at, mask = here.projections(db_ref)
+    write(db_ref, (here.split, *at), product(pieces(pairs), pieces(c), (1, 0)), mask)
+    write(dc_ref, (here.split, *at), product(pieces(pairs), pieces(b), (0, 0)), mask)
 
 
 def finish_kernel(
-    dt_ref, a_ref, later_ref, direct_ref, across_ref, ddt_ref, da_ref, *, steps: int
+    dt_ref,
+    a_ref,
+    later_ref,
+    of_state_ref,
+    direct_ref,
+    fed_ref,
+    across_ref,
+    ddt_ref,
+    da_ref,
+    *,
+    steps: int,
 ) -> None:
     """Cotangents of dt and a, those of a summed over a block.
 
@@ -192,8 +256,10 @@ def finish_kernel(
     head = program_id(2) * HEADS + counted(HEADS)
     there = jnp.broadcast_to((head < heads)[None, :], (steps, HEADS))
     at = (row, head[None, :], t[:, None])
-    dt, later, direct = (load(ref, at, there) for ref in (dt_ref, later_ref, direct_ref))
-    across = load(across_ref, (row, head, j), head < heads)
+    dt, fed = load(dt_ref, at, there), load(fed_ref, at, there)
+    later = load(later_ref, at, there) + load(of_state_ref, at, there)
+    direct = load(direct_ref, at, there) + fed
+    across = load(across_ref, (row, head, j), head < heads) + jnp.sum(dt * fed, 0)
     a = load(a_ref, (head,), head < heads).astype(jnp.float32)
     of_product = jnp.cumsum(later - dt * direct, 0) + across[None, :]
     ddt = direct + of_product * a[None, :]
@@ -214,6 +280,7 @@ def gradient(
     chunk_size: int = 64,
     interpret: bool = False,
     tile: Tile = BACKWARD,
+    far: Tile = FAR,
     edge: Tile = FORWARD,
     splits: int = SPLITS,
 ) -> tuple[jax.Array, ...]:
@@ -230,7 +297,8 @@ def gradient(
         dlast_state: cotangent of the state after the last step; zero when None.
         chunk_size: is not what this takes at once.
         interpret: run without a GPU.
-        tile: of the gradient.
+        tile: within blocks.
+        far: across blocks, of as many steps.
         edge: of the states and their cotangents.
         splits: parts of the heads of a group, each of which sums its own db and dc.
     """
@@ -238,22 +306,35 @@ def gradient(
     groups, each = b.shape[2], heads // b.shape[2]
     blocks = cdiv(length, tile.steps)
     splits = max(s for s in range(1, splits + 1) if each % s == 0)
+    far = far._replace(steps=tile.steps)
     summed = sums(dt, a, tile.steps, interpret)
     how: dict[str, Any] = {"interpret": interpret, "tile": edge._replace(steps=tile.steps)}
-    h, _ = edges(x, summed, b, initial_state, reverse=False, **how)
-    dh, dinitial = edges(upstream, summed, c, dlast_state, reverse=True, **how)
+    h, _ = edges(x, summed, b, initial_state, **how)
+    dh, dinitial, across = edges(upstream, summed, c, dlast_state, h, **how)
     by_step = like(x, (batch, heads, blocks * tile.steps), jnp.float32)
-    by_block = like(x, (batch, heads, blocks), jnp.float32)
     by_split = like(b, (splits, *b.shape), jnp.float32)
-    dx, later, direct, across, db, dc = launch(
-        functools.partial(gradient_kernel, tile=tile, each=each // splits),
-        "ssd_gradient",
-        out=(like(x), by_step, by_step, by_block, by_split, by_split),
-        grid=(groups * splits, blocks, batch),
-        warps=tile.warps,
-        stages=tile.stages,
-        interpret=interpret,
-    )(x, upstream, *summed, b, c, h, dh)
+
+    def over_heads(kernel: Any, name: str, out: Any, tile: Tile, **params: bool) -> Any:
+        """A program for every part of a group, block and sequence."""
+        return launch(
+            functools.partial(kernel, tile=tile, each=each // splits, **params),
+            name,
+            out=out,
+            grid=(groups * splits, blocks, batch),
+            warps=tile.warps,
+            stages=tile.stages,
+            interpret=interpret,
+        )
+
+    shared = (by_step, by_split)
+    fed, db = over_heads(across_kernel, "ssd_db", shared, far, reverse=False)(x, *summed, b, dh)
+    of_state, dc = over_heads(across_kernel, "ssd_dc", shared, far, reverse=True)(
+        upstream, *summed, c, h
+    )
+    out = (like(x), by_step, by_step, by_split, by_split)
+    dx, later, direct, db_within, dc_within = over_heads(within_kernel, "ssd_dx", out, tile)(
+        x, upstream, *summed, b, c, dh
+    )
     ddt, da = launch(
         functools.partial(finish_kernel, steps=tile.steps),
         "ssd_finish",
@@ -261,6 +342,6 @@ def gradient(
         grid=(blocks, batch, cdiv(heads, HEADS)),
         warps=4,
         interpret=interpret,
-    )(summed[2], a, later, direct, across)
-    db, dc = (jnp.sum(d, 0).astype(b.dtype) for d in (db, dc))
+    )(summed[2], a, later, of_state, direct, fed, across)
+    db, dc = (jnp.sum(d + e, 0).astype(b.dtype) for d, e in ((db, db_within), (dc, dc_within)))
     return dx, ddt, jnp.sum(da, (0, 1)).astype(a.dtype), db, dc, dinitial

@@ -252,7 +252,7 @@ selective_scan_backward.kernel(
     "triton",
     platforms=("cuda",),
     refuses=gradient_kernels.refuses_gradient,
-    declines=gradient_kernels.declines_gradient,
+    declines=kernels.declines,
 )(gradient_kernels.backward)
 
 

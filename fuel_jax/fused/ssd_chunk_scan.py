@@ -113,6 +113,27 @@ def step(h: Array, a: Array, chunk: Chunk) -> tuple[Array, Array]:
     return state_after(h, a, chunk), outputs(h, a, chunk)
 
 
+def causal_step(h: Array, a: Array, chunk: Chunk) -> tuple[Array, Array]:
+    """Both, of numbers that may not be finite; the same as :func:`step` of those that are.
+
+    A product with a score of 0 would bring NaN and infinities to steps before their own.  So they
+    are taken as 0, and from their own step on the outputs are NaN.
+    """
+    x, dt, b, c = chunk
+    steps = jnp.arange(dt.shape[-1])
+    first = lambda fine, *axes: jnp.min(
+        jnp.where(fine, steps.size, jnp.expand_dims(steps, axes)), -1 - len(axes), keepdims=True
+    )
+    fine_x, fine_dt, fine_b = (jnp.isfinite(v) for v in (x, dt * a[..., None], b))
+    per_head = first(fine_dt)[..., None]
+    per_group = jnp.min(first(fine_b, 1), -1)[:, :, None, :, None]
+    bad = jnp.minimum(jnp.minimum(first(fine_x, 1), per_head), per_group)
+    dt_ = jnp.where(fine_dt, dt, 0)
+    finite = jnp.where(fine_x, x, 0), dt_, jnp.where(fine_b, b, 0), c
+    y = outputs(h, a, finite) + jnp.where(steps[:, None] < bad, 0, jnp.nan).astype(x.dtype)
+    return state_after(h, a, (jnp.where(fine_dt[..., None], x, jnp.nan), dt_, b, c)), y
+
+
 def by_chunk(x: Array, size: int, heads: int) -> Array:
     """``[batch, l, *heads, …]`` as ``[chunks, batch, *heads, t, …]``, in the dtype of the state."""
     batch, length, *rest = x.shape
@@ -268,7 +289,7 @@ def ssd_chunk_scan(
     """
     decay = by_group(wide(a), 0, b.shape[2])
     last, y = lax.scan(
-        lambda h, chunk: step(h, decay, chunk),
+        lambda h, chunk: causal_step(h, decay, chunk),
         state_by_group(initial_state, x, b),
         chunks(x, dt, b, c, chunk_size),
     )
@@ -277,7 +298,12 @@ def ssd_chunk_scan(
 
 # -- on NVIDIA GPUs ------------------------------------------------------------------------
 
-ssd_chunk_scan.kernel("triton", platforms=("cuda",), refuses=kernels.refuses)(kernels.scan)
+ssd_chunk_scan.kernel(
+    "triton", platforms=("cuda",), refuses=kernels.refuses, declines=kernels.declines
+)(kernels.scan)
 ssd_chunk_scan_backward.kernel(
-    "triton", platforms=("cuda",), refuses=gradient_kernels.refuses_gradient
+    "triton",
+    platforms=("cuda",),
+    refuses=gradient_kernels.refuses_gradient,
+    declines=kernels.declines,
 )(gradient_kernels.gradient)

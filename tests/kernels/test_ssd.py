@@ -100,7 +100,7 @@ def test_lowers(batch, length, heads, p, groups, n, dtype):
         return jnp.sum(y.astype("float32")) + jnp.sum(last)
 
     text = lowered(jax.grad(loss, range(5)), *xs)
-    assert "fuel_ssd_gradient" in text
+    assert "fuel_ssd_dx" in text
     assert "fuel_ssd_scan" in lowered(loss, *xs)
 
 
