@@ -142,12 +142,12 @@ case(
 )
 
 
-def chosen(asked: Sequence[str]) -> list[Case]:
+def chosen(asked: Sequence[str], cases: Sequence[Any] = CASES) -> list[Any]:
     """The cases of the names: whole ones, their beginning words, or patterns with ``*``."""
     for pattern in asked:
-        if not any(fits(case.name, pattern) for case in CASES):
+        if not any(fits(case.name, pattern) for case in cases):
             raise UnknownName(f"no case {pattern!r} in the suite; --list prints their names")
-    return [c for c in CASES if not asked or any(fits(c.name, pattern) for pattern in asked)]
+    return [c for c in cases if not asked or any(fits(c.name, pattern) for pattern in asked)]
 
 
 def fits(name: str, pattern: str) -> bool:

@@ -149,23 +149,26 @@ def tables(config: Config) -> tuple[Any, Any]:
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def layer(config: Config, written: Written, places: Any, x: Any, p: Params) -> Any:
-    """One layer."""
-    p = {name: w.astype(HALF) if w.ndim > 1 else w for name, w in p.items()}
+def layer(config: Config, norm: Any, attend: Any, p: Params, x: Any) -> Any:
+    """One layer; ``attend(q, k, v)`` brings the positions."""
     heads = lambda y: y.reshape(*y.shape[:2], -1, config.head_width)
-    h = written.norm(x, p["attention_norm"])
-    y = written.attend(*(heads(h @ p[name]) for name in "qkv"), *places)
-    x = x + y.reshape(x.shape) @ p["out"]
-    h = written.norm(x, p["norm"])
+    h = norm(x, p["attention_norm"])
+    x = x + attend(*(heads(h @ p[name]) for name in "qkv")).reshape(x.shape) @ p["out"]
+    h = norm(x, p["norm"])
     return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
 
 
 def loss(config: Config, written: Written, params: Params, tokens: Any) -> Any:
     """Mean cross entropy, in nats, of every token but the first given those before it."""
+    places = tables(config)
+
+    @jax.checkpoint
+    def each(x, p):
+        p = {name: w.astype(HALF) if w.ndim > 1 else w for name, w in p.items()}
+        return layer(config, written.norm, lambda *qkv: written.attend(*qkv, *places), p, x)
+
     x = params["embedding"].astype(HALF)[tokens]
-    each = functools.partial(layer, config, written, tables(config))
-    again = jax.checkpoint(each)
-    x, _ = lax.scan(lambda x, p: (again(x, p), None), x, params["layers"])
+    x, _ = lax.scan(lambda x, p: (each(x, p), None), x, params["layers"])
     logits = written.norm(x, params["norm"]) @ params["head"].astype(HALF)
     return written.cross_entropy(logits, tokens)
 

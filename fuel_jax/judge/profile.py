@@ -48,15 +48,31 @@ class Data(NamedTuple):
     cotangents: Any
 
 
+class Suite(NamedTuple):
+    """How the cases of a suite are measured and shown."""
+
+    name: str
+    said: str  # what the numbers are
+    measured: Callable[..., dict[str, Any]]  # the row of (case, tiny)
+    lines: Callable[[dict[str, Any]], list[str]]  # of a row
+
+
 def profile(cases: Sequence[Case], rows: str | None = None, tiny: bool = False) -> int:
+    """The suite h200."""
+    said = "µs of device time, error against float64"
+    return run(Suite("h200", said, measured, lines), cases, rows, tiny)
+
+
+def run(suite: Suite, cases: Sequence[Any], rows: str | None = None, tiny: bool = False) -> int:
     """Run the cases, printing as they are known; 1 if ours failed in one of them, else 0."""
-    where, failed, began = conditions(), [], time.perf_counter()
-    print(f"{len(cases)} cases on {where['device']}; µs of device time, error against float64")
+    where = conditions() | {"suite": suite.name}
+    failed, began = [], time.perf_counter()
+    print(f"{len(cases)} cases on {where['device']}; {suite.said}")
     for i, case in enumerate(cases):
         since = time.perf_counter()
         print(f"\n[{i + 1}/{len(cases)}] {case.name}", flush=True)
-        row = measured(case, tiny)
-        for line in lines(row):
+        row = suite.measured(case, tiny)
+        for line in suite.lines(row):
             print(line)
         took = time.perf_counter() - since
         print(f"  {took:.0f} s; {time.perf_counter() - began:.0f} s in all", flush=True)

@@ -1,6 +1,6 @@
 """The suite ``train-step``: a step of training a decoder, written in several ways.
 
-Tokens a second from step to step, the ways taking turns on one state; the memory that the compiled
+Tokens a second by the clock, the ways taking turns on one state; the memory that the compiled
 step takes beside weights and Adam's averages; the first loss, from the same weights; and where the
 device's time goes.
 """
@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from .. import fuse
 from .._check import platform_here
-from . import llama
+from . import h200, llama
 from .device_time import interleaved, kernels
 from .llama import Config
+from .profile import Suite, run
 
 TINY = {"vocabulary": 96, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 48}
 TINY |= {"batch": 2, "length": 24}
 ROUNDS, LEAST = 3, 2  # steps in a round
 SHOWN = 8  # kernels
+OURS = "ops"
 
 
 class Case(NamedTuple):
@@ -43,7 +46,7 @@ CUDNN = llama.plain("cudnn")
 DENSE = llama.plain("xla")
 FORMS: dict[str, tuple[llama.Written, bool]] = {  # and whether it goes through fuse
     "cuDNN": (CUDNN, False),
-    "ops": (llama.OPS, False),
+    OURS: (llama.OPS, False),
     "ops, cuDNN attention": (llama.OPS._replace(attend=CUDNN.attend), False),
     "cuDNN, fused": (CUDNN, True),
     "dense, fused": (DENSE, True),
@@ -80,13 +83,22 @@ class Training:
 
     def burst(self, program: Program, n: int) -> float:
         """Seconds of each of n steps."""
-        import time
-
         since, loss = time.perf_counter(), None
         for _ in range(n):
             self.state, loss = program.step(self.state, self.tokens)
         jax.block_until_ready((self.state, loss))
         return (time.perf_counter() - since) / n
+
+
+def chosen(asked: Sequence[str]) -> list[Case]:
+    """The cases of the names, their beginning words, or patterns with ``*``; all for none."""
+    return h200.chosen(asked, CASES)
+
+
+def profile(cases: Sequence[Case], rows: str | None = None, tiny: bool = False) -> int:
+    """Run the cases, printing as they are known; 1 if ours failed in one of them, else 0."""
+    said = "tokens a second, and memory beside weights and Adam's averages"
+    return run(Suite("train-step", said, measured, lines), cases, rows, tiny)
 
 
 def measured(case: Case, tiny: bool, forms: dict[str, Any] = FORMS) -> dict[str, Any]:
@@ -103,18 +115,11 @@ def measured(case: Case, tiny: bool, forms: dict[str, Any] = FORMS) -> dict[str,
             failed[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     bursts = {n: functools.partial(training.burst, p) for n, p in programs.items()}
     times = interleaved(bursts, 1 if tiny else ROUNDS, 0, LEAST)
-    found = {}
     for name, program in programs.items():
-        rate = {key: config.tokens / us * 1e6 for key, us in times[name].items()}
-        found[name] = {
-            "tokens_per_s": round(rate["us"]),
-            "least": round(rate["most_us"]),
-            "most": round(rate["least_us"]),
-            "temporary_bytes": program.temporary,
-            "loss": program.loss,
-            "kernels_us": shares(kernels(bursts[name], 1)),
-        }
-    row: dict[str, Any] = {"case": case.name, **found.pop("ops", {}), "forms": found}
+        times[name]["temporary_bytes"] = program.temporary
+        times[name]["loss"] = program.loss
+        times[name]["kernels_us"] = shares(kernels(bursts[name], 1))
+    row = {"case": case.name, "tokens": config.tokens, **times.pop(OURS, {}), "peers": times}
     return row | ({"failed": failed} if failed else {})
 
 
@@ -141,11 +146,12 @@ def kind(name: str) -> str:
 def lines(row: dict[str, Any]) -> list[str]:
     """What is printed of a row."""
     shown = []
-    forms = ({"ops": row} if "tokens_per_s" in row else {}) | row["forms"]
-    for name, got in forms.items():
+    for name, got in (({OURS: row} if "us" in row else {}) | row["peers"]).items():
+        least, rate, most = (row["tokens"] / got[k] * 1e6 for k in ("most_us", "us", "least_us"))
+        gib = got["temporary_bytes"] / 2**30
         shown.append(
-            f"  {name:<22}{got['tokens_per_s']:>8,} tokens/s ({got['least']:,}-{got['most']:,})"
-            f"  {got['temporary_bytes'] / 2**30:6.2f} GiB  first loss {got['loss']:.4f}"
+            f"  {name:<22}{rate:>8,.0f} tokens/s ({least:,.0f}–{most:,.0f}); {gib:.2f} GiB; "
+            f"first loss {got['loss']:.4f}"
         )
         if total := sum(got["kernels_us"].values()):
             parts = (f"{kind} {us / total:.0%}" for kind, us in got["kernels_us"].items())
