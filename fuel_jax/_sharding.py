@@ -36,6 +36,8 @@ R = TypeVar("R")
 Dims = tuple[tuple[str, ...], ...]  # the factors of each axis of an array, outermost first
 Split = dict[str, tuple[str, ...]]  # factor -> mesh axes it is split over
 
+A_PART = jax.make_user_context(False)  # while one device's program is traced
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
@@ -232,8 +234,8 @@ def split(
 
     def over_devices(*arrays: Any) -> Any:
         mesh = mesh_of(arrays)
-        if mesh.manual_axes:
-            return run(*arrays)  # inside shard_map: it is a part already
+        if mesh.manual_axes or A_PART.value:
+            return run(*arrays)  # inside shard_map, or of a kernel: it is a part already
         if mesh.abstract_device is not None and not is_here(mesh.abstract_device):
             return run(*arrays)  # a partitioner wants devices
         at = [i for i, x in enumerate(arrays) if x is not None]
@@ -303,9 +305,11 @@ def summed(part: Callable[..., list[Any]], rule: Rule, split: Split) -> Callable
     """What one device computes: its part, summed over the devices where it is one of a sum."""
 
     def local(*arrays: Any) -> list[Any]:
+        with A_PART(True):
+            found = part(*arrays)
         return [
             lax.psum(y, axes) if axes else y
-            for y, axes in zip(part(*arrays), rule.sums(split), strict=True)
+            for y, axes in zip(found, rule.sums(split), strict=True)
         ]
 
     return local
@@ -354,7 +358,7 @@ def by_partitioner(
     @batched.def_vmap
     def vmapped(size: int, which: list[bool], *arrays: Any) -> Any:
         axes = [0 if b else None for b in which]
-        over = lambda f: jax.vmap(f, in_axes=axes, axis_size=size)
+        over = lambda f: jax.vmap(f, in_axes=axes)  # of any size: this axis may be split as well
         wider = by_partitioner(over(run), over(part), rule.batched(which, size))
         found = wider(*arrays)
         return found, [True] * len(found)

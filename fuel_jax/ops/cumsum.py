@@ -1,6 +1,7 @@
 """Running sums along an axis."""
 
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +9,7 @@ from jax import lax
 
 from pallas_kernels import cumsum as kernels
 
-from .._sharding import along
+from .._sharding import along, split
 from ..numerics import is_float, lifted, zeros
 from ..op_kind import OpKind
 from ..registry import op
@@ -86,6 +87,13 @@ def cumsum_in_steps(x: Array, *, dim: int) -> Array:
     return jnp.moveaxis(totals, 0, dim).astype(x.dtype)
 
 
-cumsum.kernel("triton", platforms=("cuda",), refuses=kernels.refuses, declines=kernels.declines)(
-    kernels.cumsum
-)
+def over_rows(solve: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """Rows stay with their devices in the derivative, too, which is not the op's."""
+    rule = lambda arrays, y: along("dim")({"dim": 1}, arrays, (y,))
+    return split(solve, solve, rule)
+
+
+@cumsum.kernel("triton", platforms=("cuda",), refuses=kernels.refuses, declines=kernels.declines)
+def cumsum_on_gpu(x: Array, *, dim: int, interpret: bool = False) -> Array:
+    """One pass over memory."""
+    return kernels.cumsum(x, dim=dim, interpret=interpret, over_devices=over_rows)

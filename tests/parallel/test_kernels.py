@@ -154,6 +154,20 @@ def test_in_a_mesh_s_context(case, kind):
         assert not collectives(jax.vmap(f), *given)
 
 
+def test_derivatives_of_a_running_sum_stay_with_their_rows():
+    """Forward, backward, and mapped over the axis that is split."""
+    x = normal(8, 2, 70)
+    f = functools.partial(fuel_jax.cumsum.using("triton"), dim=-1)
+
+    def every(x, g):
+        return jax.vjp(f, x)[1](g), jax.jvp(f, (x,), (g,)), jax.vmap(f)(x)
+
+    want = every(x, jnp.cos(x))
+    given = [jax.device_put(a, NamedSharding(mesh_of(), P("i"))) for a in (x, jnp.cos(x))]
+    assert largest_error(jax.jit(every)(*given), want) < TOLERANCE
+    assert not collectives(every, *given)
+
+
 def test_inside_shard_map_a_kernel_sees_its_part():
     x = normal(8, 4, 6)
     f = fuel_jax.softmax_last_dim.using("triton")
