@@ -14,6 +14,7 @@ from fuel_jax import FusedOps, OpKind
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = (ROOT / "README.md").read_text()
+OPTIONAL = re.compile(r"^(?:import|from) (equinox|flax|gguf|safetensors|torch)\b", re.MULTILINE)
 FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"\n]+)\")?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -33,7 +34,7 @@ RUN = [
 
 @pytest.mark.parametrize(("page", "code"), RUN)
 def test_code_runs_as_it_stands(page, code):
-    for package in re.findall(r"^import (flax)", code, re.MULTILINE):
+    for package in OPTIONAL.findall(code):
         pytest.importorskip(package, reason=f"the example uses {package}")
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):  # as readers have it
         exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
