@@ -1,11 +1,14 @@
 """A few rows of activations times a packed weight: y = x Wᵀ, decoded in registers.
 
-grid      blocks of rows of the weight
-reads     the weight once; the activations, from the cache, for each program
+grid      pairs of rows of activations within blocks of rows of the weight
+reads     the weight for each pair, which meets it in the cache; the activations, from there too,
+          for each program
 writes    the product once
 bound by  memory; with several rows of activations by instructions
 
-A program is one warp.  It asks for several tiles of its rows before it decodes the first.
+A program is one warp.  It asks for several tiles of its rows before it decodes the first.  More
+than two rows of activations at once would need more registers than there are, and a minute of the
+compiler.
 """
 
 import functools
@@ -29,6 +32,9 @@ class Cut(NamedTuple):
     ahead: int
 
 
+TOGETHER = 2  # rows of activations
+
+
 def plus(total: Any, a: Tile, b: Tile) -> Tile:
     """total + a · b, where there is a total."""
     return a * b if total is None else fma(a, b, total)
@@ -38,7 +44,10 @@ def kernel(*refs: Any, packing: Packing, cut: Cut) -> None:
     """Some rows of the weight."""
     *weight, x_ref, y_ref = refs
     m, n = y_ref.shape
-    rows = program_id(0) * cut.rows + counted(cut.rows)
+    pairs = cdiv(m, TOGETHER)
+    first_row = program_id(0) % pairs * TOGETHER
+    mine = [jnp.minimum(first_row + i, m - 1) for i in range(min(m, TOGETHER))]  # the last, twice
+    rows = program_id(0) // pairs * cut.rows + counted(cut.rows)
     row = jnp.minimum(rows, n - 1) if n % cut.rows else rows
     shape = packing.shape(cut.units)
     unit = counted(cut.units).reshape(shape)
@@ -50,26 +59,26 @@ def kernel(*refs: Any, packing: Packing, cut: Cut) -> None:
         at = first + unit
         # Words that are put together are one to a thread.  Activations side by side would be four,
         # and every tile change hands: this is the same, and Triton does not see that they are.
-        return load(x_ref, i, plane, at if packing.whole else at * 4 >> 2)[None]
+        return load(x_ref, mine[i], plane, at if packing.whole else at * 4 >> 2)[None]
 
     def read(tile):
         return packing.read(weight, row, tile * cut.units, cut.units)
 
     def fast(p: int, part: Part, x, total: list[Any]):
         """Codes times activations, summed over those of a unit; then times their scale."""
-        sums: list[Any] = [None] * m
+        sums: list[Any] = [None] * len(mine)
         for j, code in enumerate(part.codes):
             values = code.fast()
-            for i in range(m):
+            for i in range(len(mine)):
                 sums[i] = plus(sums[i], values, x(i, p * codes + j))
         scale = part.scale * worth
-        for i in range(m):
+        for i in range(len(mine)):
             total[i] = plus(total[i], sums[i], scale)
         if packing.offset:
             minimum = -(part.less * part.scale)
             minimum = minimum if part.minimum is None else minimum + part.minimum
             minimum = jnp.broadcast_to(minimum, (cut.rows, *shape))
-            for i in range(m):
+            for i in range(len(mine)):
                 total[i] = plus(total[i], minimum, x(i, parts * codes + p))
 
     def exact(p: int, part: Part, x, total: list[Any]):
@@ -78,7 +87,7 @@ def kernel(*refs: Any, packing: Packing, cut: Cut) -> None:
         for j, code in enumerate(part.codes):
             weights = code.exact(part.less) * part.scale
             weights = weights if part.minimum is None else weights + part.minimum
-            for i in range(m):
+            for i in range(len(mine)):
                 total[i] = plus(total[i], weights, x(i, plain + p * codes + j))
 
     def add(by, raw, tile, total):
@@ -97,7 +106,7 @@ def kernel(*refs: Any, packing: Packing, cut: Cut) -> None:
     def summed(total):
         return tuple(x.reshape(cut.rows, -1).sum(1) for x in total)
 
-    nothing = [jnp.zeros((cut.rows, *shape), jnp.float32)] * m
+    nothing = [jnp.zeros((cut.rows, *shape), jnp.float32)] * len(mine)
     # The last tiles apart, in sight of the compiler: all of them, if they are not many.
     steps = (tiles - 1) // cut.ahead
     total = nothing
@@ -116,8 +125,8 @@ def kernel(*refs: Any, packing: Packing, cut: Cut) -> None:
     sound = lambda x: (jnp.abs(x) < jnp.inf) & (jnp.abs(x) > SMALL * packing.subnormal)
     lost = sum(jnp.sum(jnp.where(sound(x), 0.0, 1.0)) for x in y)
     y = lax.cond(lost > 0, again, lambda: y)
-    for i in range(m):
-        write(y_ref, (i, rows), y[i], rows < n if n % cut.rows else None)
+    for i, at in enumerate(mine):
+        write(y_ref, (at, rows), y[i], rows < n if n % cut.rows else None)
 
 
 SMALL = 2.0**-40
@@ -168,7 +177,7 @@ def times_transposed(
         functools.partial(kernel, packing=packing, cut=cut),
         name,
         out=like(x, (len(x), n)),
-        grid=(cdiv(n, cut.rows),),
+        grid=(cdiv(len(x), TOGETHER) * cdiv(n, cut.rows),),
         warps=1,
         interpret=interpret,
     )(*weight, ordered(x, packing, cut.units))

@@ -84,7 +84,7 @@ def test_against_float64(name):
             x, packed, n, packing=packing, name="test", interpret=True, cut=Cut(2, 32, 1)
         )
     )
-    x = RNG.normal(size=(2, k)).astype(np.float32)
+    x = RNG.normal(size=(3, k)).astype(np.float32)  # a pair, and the last one twice
 
     def near(x):
         got, want = np.asarray(run(x, *packed), np.float64), x.astype(np.float64) @ weight.T
