@@ -193,16 +193,19 @@ def who_serves(op: Op) -> Iterator[str]:
     for arrays, params in grid(op):
         said = op.explain(*arrays, **params)
         shown = [describe(x) for x in arrays if x is not None]
-        call = ", ".join([*shown, *(f"{n}={v!r}" for n, v in params.items())])
+        given = [(n, v) for n, v in params.items() if v is not None]
+        call = ", ".join([*shown, *(f"{n}={v!r}" for n, v in given)])
         ways = {"forward": said.forward, "backward": said.backward}
         told = {way: choices for way, choices in ways.items() if not isinstance(choices, str)}
-        served = [", ".join(on(platform, told)) for platform in PLATFORMS]
+        served = [", ".join(dict.fromkeys(on(platform, told))) for platform in PLATFORMS]
         calls[call] = row(f"`{call}`", *served)
         for way, choices in told.items():
             for choice in choices:
                 if choice.why_not and "comes later" not in choice.why_not:
                     why = (choice.kernel.name, way, choice.why_not)
                     reasons[why] = reasons.get(why, 0) + 1
+    if isinstance(getattr(op, "backward", None), FusedOp):
+        yield "One name serves both directions; of two the second serves backward."
     yield "\n".join([*markdown(("call", *PLATFORMS)), *calls.values()])
     if reasons:
         heads = ("implementation", "", "does not serve", "calls above")
