@@ -6,28 +6,42 @@
 # Both make what they need in $(VENV) first.  Another interpreter: make test PYTHON=python3.12 VENV=.venv312
 #
 # The suite compares with other people's packages, PyTorch among them.  Without those:
-# make test WITNESSES= (their tests are skipped then, and say so).
+# make test WITNESSES= (their tests are skipped then, and say so).  Fewer tests: make test PYTEST=tests/ops
 
 PYTHON ?= python3
 VENV ?= .venv
 WITNESSES ?= ,witnesses,libraries
 PIP = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test lint docs site package clean
 
 demo: $(VENV)/demo.installed
 	$(VENV)/bin/python notebooks/demo.py
 
 test: $(VENV)/test.installed
-	$(VENV)/bin/python -m pytest -n auto --durations=10
+	$(VENV)/bin/python -m pytest -n auto --durations=10 $(PYTEST)
 
 lint: $(VENV)/lint.installed
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
-docs: $(VENV)/demo.installed
+docs: $(VENV)/docs.installed
 	$(VENV)/bin/python -m fuel_jax table > docs/ops.md
+	$(MAKE) site
+
+# Into out/site, where tests/test_site.py reads it.
+site: $(VENV)/docs.installed
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
+# The sdist, the wheel made from it, and that wheel in an environment that has nothing else.
+package: $(VENV)/package.installed
+	rm -rf out/dist out/empty
+	$(VENV)/bin/python -m build --outdir out/dist
+	$(PYTHON) -m venv out/empty
+	out/empty/bin/python -m pip install -qq --disable-pip-version-check out/dist/*.whl
+	cd out/empty && bin/python -I -c 'import fuel_jax as f; print(f.softmax_last_dim(f.affine([1.0, 2.0], mul=2.0, add=1.0)))'
+	cd out/empty && bin/python -I -m fuel_jax env
 
 clean:
 	rm -rf $(VENV) out
@@ -41,6 +55,8 @@ $(VENV)/bin/python:
 # A stamp per set of extras: made after a complete install, remade when the dependencies change.
 $(VENV)/demo.installed: EXTRAS = report
 $(VENV)/test.installed: EXTRAS = test,formats,report$(WITNESSES)
+$(VENV)/docs.installed: EXTRAS = report,docs
+$(VENV)/package.installed: EXTRAS = package
 $(VENV)/lint.installed: EXTRAS = test,formats,report,lint
 
 $(VENV)/%.installed: pyproject.toml | $(VENV)/bin/python

@@ -3,6 +3,7 @@
 A new op is covered the moment it is declared with ``examples``: nothing here names an op.
 """
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -33,12 +34,6 @@ from .contract import (
     weighted,
 )
 
-TYPED = [
-    pytest.param(*case.values, dtype, id=f"{case.id}-{dtype}")
-    for case in CASES
-    for dtype in dtypes_of(case.values[0])
-]
-
 
 def case(op, example, dtype):
     """The op with every output, and its data."""
@@ -55,6 +50,16 @@ def needs_gradient(op, f, arrays):
         pytest.skip(f"{op.name} has no gradient")
 
 
+@contextlib.contextmanager
+def told(dtype):
+    """A failure says in which dtype."""
+    try:
+        yield
+    except AssertionError as error:
+        error.add_note(f"in {dtype}")
+        raise
+
+
 REFERENCES: dict[str, object] = {}  # compiled once for all dtypes
 
 
@@ -67,38 +72,50 @@ def reference(op, f, at=None):
     return REFERENCES[key]
 
 
-@pytest.mark.parametrize(("op", "example", "dtype"), TYPED)
-class TestValues:
-    def test_every_implementation_keeps_its_promise(self, op, example, dtype):
-        """Promised shapes and dtypes, within the declared precision of float64."""
-        if dtype == "float16" and not example_is_first(op, example):
-            pytest.skip("bfloat16 takes the same casts; float16's range shows on one example")
-        f, arrays = case(op, example, dtype)
-        jit = compiled if dtype in ("float32", "bfloat16") else jax.jit  # see conftest.py
-        want = reference(op, f)(*to64(arrays))
-        promised = jax.tree.leaves(op.out(*arrays, **f.keywords))
-        for pin in pins(op, f, arrays):
-            got = jax.tree.leaves(jit(pin)(*arrays))
-            assert [(y.shape, y.dtype) for y in got] == [(y.shape, y.dtype) for y in promised]
-            close(got, want, op.precision.tolerance)
+def at_once(op, cases, jit, program):
+    """``(dtype, case, implementation's result)`` of some dtypes: one program compiles sooner."""
+    each = [(dtype, pin) for dtype, of in cases.items() for pin in pins(op, *of)]
+    data = {dtype: arrays for dtype, (_, arrays) in cases.items()}
+    results = jit(lambda data: [program(pin)(*data[dtype]) for dtype, pin in each])(data)
+    for (dtype, _), result in zip(each, results, strict=True):
+        yield dtype, *cases[dtype], jax.tree.leaves(result)
 
-    def test_gradient_is_the_decomposition_s(self, op, example, dtype):
-        f, arrays = case(op, example, dtype)
+
+@pytest.mark.parametrize(("op", "example"), CASES)
+class TestValues:
+    def test_every_implementation_keeps_its_promise(self, op, example):
+        """Promised shapes and dtypes, within the declared precision of float64, in every dtype."""
+        cases = {dtype: case(op, example, dtype) for dtype in dtypes_of(op)}
+        if not example_is_first(op, example):
+            cases.pop("float16", None)  # bfloat16 takes the same casts; the range shows on one
+        as_users = {d: cases.pop(d) for d in ("float32", "bfloat16") if d in cases}
+        for some, jit in ((as_users, compiled), (cases, jax.jit)):  # see conftest.py
+            for dtype, f, arrays, got in at_once(op, some, jit, lambda pin: pin):
+                promised = jax.tree.leaves(op.out(*arrays, **f.keywords))
+                assert [(y.shape, y.dtype) for y in got] == [(y.shape, y.dtype) for y in promised]
+                with told(dtype):
+                    close(got, reference(op, f)(*to64(arrays)), op.precision.tolerance)
+
+    def test_gradient_is_the_decomposition_s(self, op, example):
+        """In float32; a fused op, which has casts of its own, in bfloat16 on its first example.
+
+        bfloat16 stands for both halves, and float64 meets finite differences.
+        """
+        f, arrays = case(op, example, "float32")
         needs_gradient(op, f, arrays)
         if op in TWINS:
             pytest.skip("the gradient of its functional twin, which is tested")
-        if dtype in ("float16", "float64"):
-            pytest.skip("bfloat16 stands for both halves; float64 meets finite differences")
-        plain = not isinstance(op, fuel_jax.FusedOp)
-        if dtype != "float32" and (plain or not example_is_first(op, example)):
-            pytest.skip("its casts are those of the first example of a fused op")
         at = floats(op, arrays)
-        want = reference(op, f, at)(*to64(arrays))
-        for pin in pins(op, f, arrays):
-            got = jax.jit(jax.grad(weighted(pin), at))(*arrays)
+        cases = {"float32": (f, arrays)}
+        if isinstance(op, fuel_jax.FusedOp) and example_is_first(op, example):
+            cases |= {d: case(op, example, d) for d in dtypes_of(op) if d == "bfloat16"}
+        slope = lambda pin: jax.grad(weighted(pin), at)
+        for dtype, f, arrays, got in at_once(op, cases, jax.jit, slope):
+            want = reference(op, f, at)(*to64(arrays))
             assert [g.dtype for g in got] == [arrays[i].dtype for i in at]
             # What a backward reads of the forward's result was rounded too; gradients may cancel.
-            close(got, want, lambda dtype: 8 * op.precision.tolerance(dtype), at_least=1)
+            with told(dtype):
+                close(got, want, lambda dtype: 8 * op.precision.tolerance(dtype), at_least=1)
 
 
 @pytest.mark.parametrize(("op", "example"), THOROUGH)

@@ -24,14 +24,21 @@ PROGRAMS = {  # what XLA may fold into the subtraction of the maximum
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_finite_rows_sum_to_one_under_jit(program, draw):
-    for c in (0.3, 1 / 3, 0.088388346, 123.4, -0.7):
-        f = compiled(lambda x, b, c=c: softmax_last_dim(PROGRAMS[program](x, c, b)))
-        for shape in ((3, 64), (1, 5)):
-            for size in (1e3, 1e8, 1e10, 1e12, 1e20, 1e30):
-                x, b = draw(shape) * size, draw(shape) * size
-                if not jnp.isfinite(PROGRAMS[program](x, c, b)).all():
-                    continue
-                np.testing.assert_allclose(np.asarray(f(x, b), np.float64).sum(-1), 1, rtol=1e-5)
+    factors = (
+        0.3,
+        1 / 3,
+        0.088388346,
+        123.4,
+        -0.7,
+    )  # constants of one program
+    rows = lambda x, b: [PROGRAMS[program](x, c, b) for c in factors]
+    f = compiled(lambda x, b: [softmax_last_dim(y) for y in rows(x, b)])
+    for shape in ((3, 64), (1, 5)):
+        for size in (1e3, 1e8, 1e10, 1e12, 1e20, 1e30):
+            x, b = draw(shape) * size, draw(shape) * size
+            for y, p in zip(rows(x, b), f(x, b), strict=True):
+                if jnp.isfinite(y).all():
+                    np.testing.assert_allclose(np.asarray(p, np.float64).sum(-1), 1, rtol=1e-5)
 
 
 @pytest.mark.parametrize("op", [softmax_last_dim, log_softmax_last_dim])
