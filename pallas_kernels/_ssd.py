@@ -63,7 +63,8 @@ def sums_kernel(dt_ref, a_ref, high_ref, low_ref, by_head_ref, *, steps: int) ->
     a = triton().load(a_ref.at[head], mask=head < heads, other=0.0).astype(jnp.float32)
     x = dt * a[None, :]
     # The unit: what is below 2^e, summed over the steps, has 24 bits of it or less.
-    largest = lax.bitcast_convert_type(jnp.max(jnp.abs(x), 0), jnp.int32) >> 23
+    finite = jnp.where(jnp.abs(x) < np.float32(np.inf), jnp.abs(x), 0)  # of any other, only itself
+    largest = lax.bitcast_convert_type(jnp.max(finite, 0), jnp.int32) >> 23
     unit = jnp.clip(largest + (steps.bit_length() + 1 - 23), 1, 230)
     # 1.5 · 2²³ of it, added and taken away, leave multiples of it.
     shift = lax.bitcast_convert_type((unit + 23 << 23) | 2**22, jnp.float32)[None, :]
@@ -129,9 +130,14 @@ class Decay(NamedTuple):
         """What is left of step s after step t, 0 before it: ``[t, s]``, or turned ``[s, t]``."""
         t, s = (slice(None), None), (None, slice(None))
         t, s = (s, t) if turned else (t, s)
-        here = counted(self.dt.size)
         past = (self.high[t] - self.high[s]) + (self.low[t] - self.low[s])
-        return exp(jnp.where(here[t] >= here[s], past, -jnp.inf))
+        return exp(jnp.where(precedes(self.dt.size, turned=turned), past, -jnp.inf))
+
+
+def precedes(steps: int, *, turned: bool = False) -> Block:
+    """Whether step s is t or before it: ``[t, s]``, or turned ``[s, t]``."""
+    here = counted(steps)
+    return here[:, None] <= here[None, :] if turned else here[:, None] >= here[None, :]
 
 
 # -- products ------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 grid      sequences of channels × blocks of steps
 reads     x once; what two outputs share, from the cache      writes  y once
-bound by  memory: 2 · elements · itemsize bytes
+bound by  memory: 2 · elements · itemsize bytes.  Measured on an H200, 8 sequences of 4096 channels,
+          2048 steps, 4 taps: 81 µs in bfloat16 (XLA: 113), 134 in float32 (XLA: 140)
 
 A row of L + k − 1 halves begins wherever the last one ended, at every other element between two
 words of 32 bits.  Words are read, and the halves of three give two outputs of four taps: half of
@@ -37,6 +38,8 @@ from ._launch import (
 from ._rows import counted
 
 MOST_TAPS = 16
+MOST_CHOSEN = 4
+SHORTEST = 512  # steps of a row
 
 
 class Tile(NamedTuple):
@@ -46,8 +49,8 @@ class Tile(NamedTuple):
     warps: int
 
 
-WORDS = Tile(1024, 4)
-ELEMENTS = Tile(1024, 4)
+WORDS = Tile(1024, 8)
+ELEMENTS = Tile(2048, 8)
 
 
 def refuses(x: Any, weight: Any, bias: Any, **params: Any) -> str | None:
@@ -59,9 +62,13 @@ def refuses(x: Any, weight: Any, bias: Any, **params: Any) -> str | None:
     return unavailable(x, weight)
 
 
-def declines(*operands: Any, **params: Any) -> str | None:
-    """Until it was timed."""
-    return "it was neither timed nor compared with float64 on a GPU yet"
+def declines(x: Any, weight: Any, bias: Any, **params: Any) -> str | None:
+    """Where XLA is as fast: measured on an H200, at 4096 channels in bfloat16."""
+    if weight.shape[-1] > MOST_CHOSEN:
+        return f"{weight.shape[-1]} taps: XLA's loop takes 189 µs for 16, this 274"
+    if x.shape[-1] < SHORTEST:
+        return f"rows of {x.shape[-1]}: a program a row is mostly its start"
+    return "launches take longer than the rows" if x.size < 2**22 else None
 
 
 def silu(y: jax.Array) -> jax.Array:

@@ -96,8 +96,8 @@ def forward_kernel(
         for k, (xs, ys) in enumerate(zip(*now, strict=True)):
             if every and k % every == 0:
                 my.write_matrix("edges", h, my.sequence, (i * tile.steps + k) // every)
-            h, *taken = step(row, k, h, xs, ys)
-            kept = kept.and_step(*taken)
+            h, sizes, keep = step(row, k, h, xs, ys)
+            kept = kept.and_step(sizes, keep)
         return kept.corrected(h, a) if corrected else h, *ahead
 
     h, first = my.matrix_or_zeros("start"), np.int32(0)

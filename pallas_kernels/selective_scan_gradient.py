@@ -84,8 +84,8 @@ def backward_kernel(
                 for k in steps
             ]
             for k, xs in reversed(list(zip(steps, read, strict=True))):
-                carry, *taken = back(row, k, states[k], states[k + 1], xs, carry)
-                kept = kept.and_step(*taken)
+                carry, sizes, keep = back(row, k, states[k], states[k + 1], xs, carry)
+                kept = kept.and_step(sizes, keep)
         lam, da = carry
         return kept.corrected(lam, a) if corrected else lam, da
 

@@ -17,10 +17,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from ._launch import GRID, cdiv, launch, like, unavailable, write
 from ._rows import counted
-from ._ssd import FED, Decay, Head, Tile, block_of, dot, given, load, loop, pieces, product, sums
+from ._ssd import (
+    FED,
+    Block,
+    Decay,
+    Head,
+    Tile,
+    block_of,
+    dot,
+    given,
+    load,
+    loop,
+    pieces,
+    precedes,
+    product,
+    sums,
+)
 
 FORWARD = Tile(64, 64, 4, 2)
 
@@ -41,7 +58,28 @@ def declines(x: Any, *rest: Any, **params: Any) -> str | None:
     return "a block of one step is mostly empty" if x.shape[1] == 1 else None
 
 
-def scan_kernel(*refs: Any, tile: Tile) -> None:
+def causal(scores: Block, x: Block, y: Block) -> Block:
+    """scores · x + y, where what is not finite in x or scores reaches no step before its own.
+
+    0 times that is NaN.  A block without such, and that is any in practice, is one product.
+    """
+    past, limit = precedes(x.shape[0]), np.float32(np.inf)
+    fine = lambda v: jnp.abs(v.astype(jnp.float32)) < limit
+    scores = jnp.where(past, scores, 0)
+    magnitude = jnp.abs(x.astype(jnp.float32))
+    all_fine = jnp.max(jnp.where(magnitude < limit, 0, 1)) == 0
+
+    def spread() -> Block:
+        bad = jnp.where(fine(x), 0, 1).astype(jnp.bfloat16)
+        reached = dot(jnp.where(past, 1, 0).astype(jnp.bfloat16), bad, (1, 0))
+        clean = jnp.where(fine(x), x, jnp.zeros_like(x))
+        total = product(pieces(scores), pieces(clean), (1, 0), y)
+        return jnp.where(reached > 0, jnp.nan, total)
+
+    return lax.cond(all_fine, lambda: product(pieces(scores), pieces(x), (1, 0), y), spread)
+
+
+def scan_kernel(*refs: Any, tile: Tile, guarded: bool = True) -> None:
     """One head, or some columns of it, a block of steps after another."""
     x_ref, *sums_refs, b_ref, c_ref = refs[:6]
     *initial, y_ref, last_ref = refs[6:]
@@ -55,7 +93,7 @@ def scan_kernel(*refs: Any, tile: Tile) -> None:
         decay = Decay.read(sums_refs, here.row, here.head, j, tile.steps)
         scores = dot(c, b, (1, 1)) * (decay.between() * decay.dt[None, :])
         y = product(pieces(c), pieces(h), (1, 0)) * decay.kept[:, None]
-        y = product(pieces(scores), pieces(x), (1, 0), y)
+        y = causal(scores, x, y) if guarded else product(pieces(scores), pieces(x), (1, 0), y)
         at, mask = here.channels(y_ref, t)
         write(y_ref, at, y, mask)
         fed = x.astype(jnp.float32) * (decay.dt * decay.rest)[:, None]
@@ -76,6 +114,7 @@ def scan(
     chunk_size: int = 64,
     interpret: bool = False,
     tile: Tile = FORWARD,
+    guarded: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """The outputs, and the state after the last step, ``[batch, h, p, n]`` in float32.
 
@@ -93,7 +132,7 @@ def scan(
     batch, _, heads, p = x.shape
     tile = tile._replace(width=min(tile.width, block_of(p)))
     return launch(
-        functools.partial(scan_kernel, tile=tile),
+        functools.partial(scan_kernel, tile=tile, guarded=guarded),
         "ssd_scan",
         out=(like(x), like(x, (batch, heads, p, b.shape[-1]), jnp.float32)),
         grid=(heads * cdiv(p, tile.width), batch),

@@ -71,10 +71,8 @@ def edges_kernel(*refs: Any, tile: Tile, reverse: bool) -> None:
     block, all of which its decay has scaled.
     """
     x_ref, *sums_refs, b_ref = refs[:5]
-    if reverse:
-        before_ref, *initial, edges_ref, last_ref, across_ref = refs[5:]
-    else:
-        *initial, edges_ref, last_ref = refs[5:]
+    before_ref, across_ref = (refs[5], refs[-1]) if reverse else (None, None)
+    *initial, edges_ref, last_ref = refs[6:-1] if reverse else refs[5:]
     here = Head.of(x_ref, b_ref, tile.width)
     blocks = cdiv(x_ref.shape[1], tile.steps)
 
@@ -90,7 +88,7 @@ def edges_kernel(*refs: Any, tile: Tile, reverse: bool) -> None:
         weight = decay.kept if reverse else decay.dt * decay.rest
         fed = x.astype(jnp.float32) * weight[:, None]
         new = h * decay.whole
-        if reverse:
+        if before_ref is not None and across_ref is not None:
             both = sum(
                 new * load(before_ref, (k, *at), here.mask).astype(jnp.float32)
                 for k in range(edges_ref.shape[0])

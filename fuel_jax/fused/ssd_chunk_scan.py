@@ -4,6 +4,8 @@ Within a chunk the recurrence is a masked matrix product, between chunks it is a
 states.  No array holds the states of all steps, in either direction.
 """
 
+__all__ = ["ssd_chunk_scan", "ssd_chunk_scan_backward"]
+
 import jax
 import jax.numpy as jnp
 from jax import lax

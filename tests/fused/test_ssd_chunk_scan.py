@@ -77,6 +77,22 @@ def test_dt_enters_twice():
     assert y[0, 0, 0, 0] == 0.5
 
 
+@pytest.mark.parametrize("name", ["x", "dt", "b"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_no_step_sees_a_later_one(name, bad, draw):
+    """Within a chunk a product with a score of 0 would: 0 · NaN is NaN."""
+    names = ("x", "dt", "a", "b", "c")
+    xs = dict(zip(names, operands(draw, 8), strict=True))
+    want, _ = oracle(*xs.values())
+    xs[name] = xs[name].at[0, 5, 0].set(bad)
+    with np.errstate(invalid="ignore"):
+        spoilt, last = oracle(*xs.values())
+    y, h = ssd_chunk_scan(**xs, chunk_size=8)
+    np.testing.assert_allclose(y[:, :5], want[:, :5], atol=5e-6 * abs(want).max())
+    np.testing.assert_array_equal(np.isfinite(y), np.isfinite(spoilt))
+    np.testing.assert_array_equal(np.isfinite(h), np.isfinite(last))
+
+
 def test_no_array_of_all_states_is_held():
     """Neither forward nor backward: [B, L, H, P, N] would take 256 MiB here."""
     shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)

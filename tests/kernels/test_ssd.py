@@ -83,6 +83,17 @@ def test_strong_decays_leave_the_digits_of_what_follows():
     within_promise(kernels.scan(*xs, interpret=True, tile=tile), oracle(*xs))
 
 
+@pytest.mark.parametrize("place", [0, 1, 3])  # x, dt, b
+def test_no_step_sees_a_later_one(place):
+    xs, *_ = drawn(1, 16, 2, 16, 1, 16, "bfloat16", continued=False)
+    want, _ = oracle(*xs)
+    xs = [x.at[0, 9, 0].set(np.nan) if i == place else x for i, x in enumerate(xs)]
+    y, _ = kernels.scan(*xs, interpret=True, tile=FORWARD)
+    y = np.asarray(y, np.float64)
+    within_promise([jnp.asarray(y[:, :9], "bfloat16")], [want[:, :9]])
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(oracle(*xs)[0]))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("batch", "length", "heads", "p", "groups", "n"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fuel_jax import causal_conv1d, selective_scan
-from pallas_kernels import causal_conv1d as convolution
+from pallas_kernels import _selective_scan, causal_conv1d as convolution
 from pallas_kernels._launch import INTERPRETED
 from pallas_kernels._selective_scan import Tile, logistic, softplus as softplus_of
 from pallas_kernels.selective_scan import forward
@@ -129,6 +129,23 @@ def test_a_long_scan_of_slow_decay():
     close(y, want, selective_scan.precision)
 
 
+@pytest.mark.parametrize("constant", [True, False])
+def test_an_exponential_that_errs_to_one_side(constant, monkeypatch):
+    """As a GPU's does: 512 steps of it would add up to 4e-5.  Both ways in time."""
+    off = lambda x: jnp.exp2(x) * jnp.where(x > -1, 1 - np.float32(1.2e-7), 1)
+    monkeypatch.setattr(_selective_scan, "exp2", off)
+    u, delta, a, b, c, h = operands(1, 512, 2, 1, "float32", continued=True)
+    delta = jnp.full_like(delta, 0.01) if constant else 0.01 * abs(delta)
+    xs, tile = (u + 1, delta, 0.1 * a, b, c), Tile(1, 1, 8)
+    how = {"delta_softplus": False, "interpret": True}
+    got = *forward(*xs, h, **how, tile=tile), *backward(*xs, u, h, h, **how, edges=tile)
+    assert len(got) == 8
+    exact, (g, h) = in_float64(xs), in_float64((u, h))
+    (y, last), pull = jax.vjp(lambda *xs: selective_scan.body(*xs, delta_softplus=False), *exact, h)
+    for x, want in zip(got, (y, last, *pull((g, h))), strict=True):
+        close(x, want, selective_scan.precision)
+
+
 def test_softplus_is_right_where_it_is_small():
     """As it is in trained models: Δ near 0.001.  Relative to itself, not to the largest."""
     x = np.linspace(-15, 100, 3001, dtype=np.float32)
@@ -188,6 +205,20 @@ def test_an_output_sees_its_own_taps_alone():
         got = np.asarray(run(x, w, bias), np.float32)
         assert list(np.flatnonzero(np.isnan(got[0, 0]))) == [bad - 3, bad - 2, bad - 1, bad]
         assert not np.isnan(got[0, 1]).any()
+
+
+def test_choice_of_the_convolution():
+    """XLA's where a launch, or starting a program for each row, takes longer than the row."""
+
+    def why(c, length, taps):
+        array = lambda *shape: jax.ShapeDtypeStruct(shape, "bfloat16")
+        xs = array(8, c, length + taps - 1), array(c, 1, taps), array(c)
+        return convolution.declines(*xs)
+
+    assert why(4096, 2048, 4) is None
+    assert "12 taps" in str(why(4096, 2048, 12))
+    assert "rows of 259" in str(why(4096, 256, 4))
+    assert "launches" in str(why(64, 2048, 4))
 
 
 # -- lowered -------------------------------------------------------------------------------
