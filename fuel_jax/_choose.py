@@ -105,10 +105,12 @@ class Explanation:
     op: str
     forward: list[Choice]
     backward: list[Choice] | str
+    devices: Sequence[str] = ()  # what becomes of operands that are split over devices
 
     def __str__(self) -> str:
         back = [self.backward] if isinstance(self.backward, str) else map(str, self.backward)
         lines = [f"forward   {c}" for c in self.forward] + [f"backward  {c}" for c in back]
+        lines += [f"devices   {says}" for says in self.devices]
         return "\n".join([self.op, *(f"  {line}" for line in lines)])
 
     __repr__ = __str__
@@ -120,6 +122,7 @@ class Explanation:
         rows = [
             (way, "", c) if isinstance(c, str) else (way, c.kernel.name, c.says) for way, c in told
         ]
+        rows += [("devices", "", says) for says in self.devices]
         return html_table(self.op, rows)
 
 

@@ -43,7 +43,7 @@ from ._choose import (
     decide,
     never,
 )
-from ._sharding import Rule, rule_of, split
+from ._sharding import Rule, rule_of, split, told
 from ._signature import Signature
 from .errors import ArgumentError, SignatureError, UnsupportedKernel
 from .numerics import check, vary_alike
@@ -302,10 +302,13 @@ class Op(Generic[P, R]):
         params, arrays = self._bind(args, kwargs)
         avals = abstract(arrays)
         self._check(params, avals)
+        forward = decide(self.name, self.kernels, PIN.value, avals, params)
+        rule = lambda: self._rule(params, arrays, self.out(*args, **kwargs))
         return Explanation(
             self.name,
-            decide(self.name, self.kernels, PIN.value, avals, params),
+            forward,
             self._explain_backward(params, avals),
+            told(forward, rule if self.splits else None, self.signature.names(arrays), arrays),
         )
 
     def _explain_backward(self, params: dict[str, Any], avals: list[Any]) -> list[Choice] | str:

@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ._choose import abstract
+from ._choose import Choice, abstract, server
 from ._signature import Axes, Signature, fit
 
 P = ParamSpec("P")
@@ -299,6 +299,50 @@ def is_here(device: Any) -> bool:
         return any(d.device_kind == device.device_kind for d in jax.devices(device.platform))
     except RuntimeError:
         return False
+
+
+def told(
+    choices: Sequence[Choice],
+    rule_of: Callable[[], Rule] | None,
+    names: Sequence[str],
+    arrays: Sequence[Any],
+) -> Sequence[str]:
+    """What becomes of operands that are split over devices; nothing where none is."""
+    present = [(n, x) for n, x in zip(names, arrays, strict=True) if x is not None]
+    given = [getattr(x, "sharding", None) for _, x in present]
+    given = [s if isinstance(s, NamedSharding) else None for s in given]
+    mesh = next((s.mesh for s in given if s and any(s.spec) and s.mesh.size > 1), None)
+    if mesh is None:
+        return ()
+    devices = getattr(mesh, "devices", None)  # an abstract mesh has none
+    serves = server(choices, "default" if devices is None else devices.flat[0].platform)
+    if serves is choices[-1]:
+        return ("xla serves, and splits it as it can",)
+    if rule_of is None:
+        return ("no rule: a kernel runs whole, on operands that XLA gathers",)
+    rule, specs = rule_of(), [() if s is None else tuple(s.spec) for s in given]
+    split, sizes = rule.split(mesh, specs), dict(rule.sizes)
+    flat = lambda axes: (axes,) if isinstance(axes, str) else tuple(axes or ())
+    over = lambda axes: " and ".join(flat(axes))
+    parts = ", ".join(f"{f} over {over(axes)}" for f, axes in split.items())
+    says = [f"each device computes its part: {parts}" if split else "each computes the whole"]
+    parts_of = rule.specs(rule.operands, split)
+    for (name, _), dims, asked, its_part in zip(
+        present, rule.operands, specs, parts_of, strict=True
+    ):
+        for i, (axes, its) in enumerate(zip(asked, its_part, strict=False)):
+            if flat(axes) in ((), flat(its)):
+                continue
+            factor = dims[i][0]
+            why = "another axis or operand is split otherwise"
+            if factor not in rule.splits:
+                why = f"{factor} must be whole"
+            elif sizes[factor] % math.prod(mesh.shape[a] for a in flat(axes)):
+                why = f"the {sizes[factor]} of {factor} are not a multiple of the devices"
+            says.append(f"XLA reshards {name}: axis {i} is split over {over(axes)}, and {why}")
+    for i, axes in enumerate(rule.sums(split)):
+        says += [f"result {i} is summed over {over(axes)}"] if axes else []
+    return [rule.text, *says]
 
 
 def summed(part: Callable[..., list[Any]], rule: Rule, split: Split) -> Callable[..., list[Any]]:

@@ -47,7 +47,7 @@ def layer(config: model.Config, p: model.Params, x: Array, tables: Sequence[Arra
     h = rms_norm_last_dim(x)
     q, k, v = (model.split_heads(config, model.linear(p[name], h)) for name in "qkv")
     q, k = rope(q, *tables), rope(k, *tables)
-    y = parallel.ring_attention(q, k, v, axis="sequence", causal=True)
+    y: Any = parallel.ring_attention(q, k, v, axis="sequence", causal=True)
     x = x + by_rows(p["out"], model.merge_heads(y))
 
     h = rms_norm_last_dim(x)
@@ -63,7 +63,7 @@ def part(
         x = layer(config, p, x, tables)
     scores = model.linear(params["head"], rms_norm_last_dim(x))
     rows = scores.reshape(-1, scores.shape[-1])
-    losses = parallel.cross_entropy(rows, targets.reshape(-1), axis="model", reduction="none")
+    losses: Any = parallel.cross_entropy(rows, targets.reshape(-1), axis="model", reduction="none")
     return lax.pmean(jnp.mean(losses), ("data", "sequence"))
 
 
@@ -131,7 +131,7 @@ def even(params: model.Params, parts: int) -> model.Params:
 def start(mesh: Mesh, params: model.Params) -> training.State:
     """The state before the first step, each weight's as the weight."""
     state, specs = training.start(params), layout(params)
-    return placed(state, training.State(specs, specs, specs, P()), mesh)
+    return training.State(*placed(tuple(state), (specs, specs, specs, P()), mesh))
 
 
 def train(
@@ -182,7 +182,8 @@ class Checkpoints:
             return state
         like = jax.tree.map(self.orbax.utils.to_shape_dtype_struct, state)
         args = self.orbax.args.StandardRestore(like)  # pyright: ignore[reportCallIssue]
-        return self.manager.restore(step, args=args)
+        kept: Any = self.manager.restore(step, args=args)
+        return kept
 
 
 def on_one_device(

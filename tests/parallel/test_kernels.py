@@ -10,7 +10,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import fuel_jax
+from fuel_jax._choose import PIN
 from fuel_jax._op import as_tuple
+from fuel_jax.fused.flash_attn import flash_attn_backward
 from fuel_jax.types import Array, Floats
 
 from .counted import collectives, largest_error, predicted
@@ -184,6 +186,41 @@ def test_an_axis_that_must_be_whole_is_gathered():
     given = jax.device_put(x, NamedSharding(mesh_of(), COLUMNS))
     assert largest_error(f(given), f(x)) < TOLERANCE
     assert set(collectives(f, given)) == {"all-gather"}
+    with PIN("triton"):
+        says = fuel_jax.softmax_last_dim.explain(given)
+    assert says.devices[0] == "batch_0 n -> batch_0 n"
+    assert says.devices[-1] == "XLA reshards x: axis 1 is split over j, and n must be whole"
+
+
+def test_explain_says_what_is_split_summed_and_resharded():
+    mesh = mesh_of()
+    lay = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+    q, k, v = attention(8, 4)
+    with PIN("chunked"):
+        says = fuel_jax.flash_attn.explain(lay(q, "i", "j"), lay(k, "i", None, "j"), v)
+        assert says.devices[1:] == [
+            "each device computes its part: b over i, hk over j",
+            "XLA reshards k: axis 2 is split over j, and sk must be whole",
+        ]
+        assert "devices   each device computes" in str(says)
+        assert not fuel_jax.flash_attn.explain(q, k, v).devices
+        q_i, lse = lay(q, "i"), normal(*q.shape[:3])
+        back = flash_attn_backward.explain(q_i, k, v, q, lse, q, None, normal(8))
+        assert back.devices[1:] == [
+            "each device computes its part: b over i",
+            "result 3 is summed over i",
+        ]
+    plain = fuel_jax.neg.explain(lay(q, "i"))
+    assert plain.devices == ("xla serves, and splits it as it can",)
+    with PIN("triton"):
+        layout = NamedSharding(mesh, P("i"))
+        odd = jax.ShapeDtypeStruct((3, 4), "float32", sharding=layout)
+        says = fuel_jax.softmax_last_dim.explain(odd)
+        assert says.devices[1:] == [
+            "each computes the whole",
+            "XLA reshards x: axis 0 is split over i, and the 3 of batch_0 are not a multiple of "
+            "the devices",
+        ]
 
 
 def test_a_part_is_served_by_what_serves_its_size():
