@@ -2,7 +2,8 @@
 
 A call starts from an example of the op.  Its axes get new extents, its dtypes and parameters new
 values, alike where the signature asks for it; then, sometimes, one thing is spoilt.  Calls are
-traced and not compiled, so that a thousand take seconds.
+traced and not compiled, so that hundreds take seconds; after work on signatures, some thousand:
+``--fuzz-examples 5000``.
 """
 
 import functools
