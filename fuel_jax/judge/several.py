@@ -3,7 +3,7 @@
 First every op with an admissible split, each axis in turn, under plain ``jax.jit`` on split arrays
 and by ``shard_map``: values and gradients are those of one device, and the compiled program sends
 what the rule says is a sum and nothing else.  Then what takes more than a rule, timed: ring
-attention, a loss whose vocabulary is split, products by columns and rows.
+attention, a loss whose vocabulary is split, products by columns and rows; and a step of training.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from .._op import Op, as_tuple
 from .._sharding import Rule
 from ..errors import UnknownName
 from ..parallel import sharded
-from . import spread
+from . import mesh_step, spread
 from .collectives import sent
 from .h200 import fits
+from .mesh_step import Step
 from .profile import conditions
 from .spread import AXIS, Scaling
 from .suite import accepted, every, reason
@@ -86,6 +87,9 @@ class Split(NamedTuple):
         of = [*zip(self.rule.results, self.results, strict=True), *given]
         lacks = lambda dims: all(self.factor not in factors for factors in dims)
         return sum(x.size * x.dtype.itemsize for dims, x in of if lacks(dims))
+
+
+Case = Split | Scaling | Step
 
 
 def splits(devices: int) -> list[Split]:
@@ -214,9 +218,9 @@ def held(case: Split, mesh: Mesh, programs: dict[str, Any]) -> list[dict[str, An
 # -- all of it -----------------------------------------------------------------------------------
 
 
-def chosen(asked: Sequence[str], devices: int | None = None) -> list[Split | Scaling]:
+def chosen(asked: Sequence[str], devices: int | None = None) -> list[Case]:
     """The cases of the names, their beginning words, or patterns with ``*``; all for none."""
-    cases = [*splits(devices or jax.device_count()), *spread.CASES]
+    cases = [*splits(devices or jax.device_count()), *spread.CASES, *mesh_step.STEPS]
     for pattern in asked:
         if not any(fits(case.name, pattern) for case in cases):
             raise UnknownName(f"no case {pattern!r} in the suite; --list prints their names")
@@ -224,7 +228,7 @@ def chosen(asked: Sequence[str], devices: int | None = None) -> list[Split | Sca
 
 
 def profile(
-    cases: Sequence[Split | Scaling],
+    cases: Sequence[Case],
     rows: str | None = None,
     tiny: bool = False,
     devices: Sequence[Any] | None = None,
@@ -246,8 +250,8 @@ def profile(
 
 
 def measured(
-    cases: Sequence[Split | Scaling], mesh: Mesh, tiny: bool
-) -> Iterator[tuple[Split | Scaling, dict[str, Any]]]:
+    cases: Sequence[Case], mesh: Mesh, tiny: bool
+) -> Iterator[tuple[Case, dict[str, Any]]]:
     """The rows of each case.  Many compile at once; programs of several devices must not run so."""
     rules = [case for case in cases if isinstance(case, Split)]
     with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
@@ -259,9 +263,10 @@ def measured(
             except Exception as failure:  # whatever a compiler or a driver may raise is a finding
                 yield case, {"case": case.name, "failed": reason(failure)}
     for case in cases:
-        if isinstance(case, Scaling):
+        if not isinstance(case, Split):
             try:
-                row = spread.measured(case, mesh, tiny)
+                scales = mesh_step.measured if isinstance(case, Step) else spread.measured
+                row = scales(case, mesh, tiny)
             except Exception as failure:
                 row = {"failed": reason(failure)}
             yield case, {"case": case.name} | row
