@@ -116,6 +116,62 @@ Euclidean norm.  Goals met: {met} of {len(rows)}; the others come first.
 """
 
 
+def several(file: pathlib.Path) -> str:
+    """nvidia-h200-x2.md and its like."""
+    rows = [row for row in read(file) if "tiny" not in row]
+    rules = latest((row for row in rows if row["case"].startswith("rule ")), "case", "way")
+    rules.sort(key=lambda row: (row.get("kept", False), row["case"]))
+    timed = latest((row for row in rows if not row["case"].startswith("rule ")), "case")
+    kept = sum(row.get("kept", False) for row in rules)
+    share = lambda x: "" if x is None else f"{x:.0%}"
+    gib = lambda row, key: number(row[key] / 2**30 if key in row else None)
+    moved = lambda row: ", ".join(f"{kind} {n:,}" for kind, n in row.get("sent", {}).items())
+    times = (
+        [
+            *(row["case"], row.get("kernel", ""), micros(row.get("one_us")), micros(row.get("us"))),
+            *(
+                share(row.get("efficiency")),
+                micros(row.get("sending_us")),
+                share(row.get("hidden")),
+            ),
+            *(gib(row, "one_bytes"), gib(row, "bytes"), number(row.get("error"), ".1e")),
+            *(moved(row), row.get("failed", "")),
+        ]
+        for row in timed
+    )
+    promises = (
+        [
+            *(row["case"].removeprefix("rule "), row.get("way", "")),
+            *("yes" if row.get("kept") else "no", number(row.get("error"))),
+            *(moved(row) or "nothing", str(row.get("promised_bytes", "")), row.get("failed", "")),
+        ]
+        for row in rules
+    )
+    head = "case|kernel|µs, one|µs, all|efficiency|µs sending|hidden|GiB, one|GiB, each|error"
+    return f"""# Measured on several devices
+
+Written by `python -m tests.benchmarks.page` from `{file.name}`, which
+`python -m fuel_jax profile --suite several --rows docs/performance/{file.name}` appends to.
+
+{machines(rows, "devices", "device", "driver", "jax", "commit", "date")}
+
+Microseconds by the clock on one device and on all, median of interleaved rounds.  The efficiency is
+their ratio over the number of devices.  Sending, and the share of it that a device computes
+meanwhile, are the profiler's; waiting for the other device counts as sending.  Memory is that of
+operands, results and what is between, on each device.  The error is relative to one device, in the
+Euclidean norm; that of a step of training is of its loss.  Bytes sent are those of the compiled
+program, what is in a loop once.
+
+{table(head + "|bytes sent|failed", times)}
+
+What the rules of the ops promise: {kept} of {len(rules)} kept.  The error is from one device, in units
+of what the op promises; values and gradients.  Promised bytes are in the dtype of the operands; sums of
+halves may be sent in float32.
+
+{table("op, axis, kernel|by|kept|error|bytes sent|promised|failed", promises)}
+"""
+
+
 def fastest(item: tuple[str, Line]) -> float:
     """Peers in the order of their times."""
     return item[1]["us"]
@@ -129,6 +185,8 @@ def main() -> None:
     for name, page in PAGES.items():
         if (HERE / name).with_suffix(".jsonl").exists():
             (HERE / name).write_text(page())
+    for file in HERE.glob("nvidia-h200-x*.jsonl"):
+        file.with_suffix(".md").write_text(several(file))
 
 
 if __name__ == "__main__":
