@@ -60,7 +60,7 @@ def test_outputs_and_last_state(shape, continued, decay):
     within_promise(kernels.scan(*xs, h, interpret=True, tile=FORWARD), oracle(*xs, h))
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(shape=SHAPES, continued=st.booleans(), splits=st.integers(1, 2))
 def test_gradient(shape, continued, splits):
     batch, length, (heads, groups), p, n, dtype = shape
