@@ -164,9 +164,9 @@ program, what is in a loop once.
 
 {table(head + "|bytes sent|failed", times)}
 
-What the rules of the ops promise: {kept} of {len(rules)} kept.  The error is from one device, in units
-of what the op promises; values and gradients.  Promised bytes are in the dtype of the operands; sums of
-halves may be sent in float32.
+What the rules of the ops promise: {kept} of {len(rules)} kept.  The error is from one device, in
+units of what the op promises; values and gradients.  Promised bytes are in the dtype of the
+operands; sums of halves may be sent in float32.
 
 {table("op, axis, kernel|by|kept|error|bytes sent|promised|failed", promises)}
 """
