@@ -52,6 +52,46 @@ class Written(NamedTuple):
     norm: Callable[..., Any]  # of x and the gain
     attend: Callable[..., Any]  # of queries and keys without positions, values, and the tables
     cross_entropy: Callable[..., Any]  # of the logits, and the tokens of which each tells the next
+    stack: Callable[..., Any]  # of one layer, what enters the first, and the weights of all
+
+
+def cast(p: Params) -> Params:
+    """Matrices as halves."""
+    return {name: w.astype(HALF) if w.ndim > 1 else w for name, w in p.items()}
+
+
+def stacked(layer, x, weights, *, policy=None):
+    """Layer after layer, each computed again in the backward pass but for what a policy keeps."""
+    again = jax.checkpoint(lambda x, p: layer(x, cast(p)), policy=policy)
+    return lax.scan(lambda x, p: (again(x, p), None), x, weights)[0]
+
+
+def keeps_attention(primitive, *operands, **params):
+    """A policy: cuDNN's attention is not computed again."""
+    return primitive.name.startswith("dot_product_attention_fwd")
+
+
+def halves_stacked(layer, x, weights):
+    """As :func:`stacked`; gradients stay halves, as the products give them, until Adam reads them.
+
+    The transposed cast would write those of all layers in float32, at twice the size.
+    """
+
+    @jax.custom_vjp
+    def through(x, weights):
+        return kept(x, weights)[0]
+
+    def kept(x, weights):
+        y, xs = lax.scan(lambda x, p: (layer(x, cast(p)), x), x, weights)
+        return y, (xs, weights)
+
+    def back(residuals, g):
+        pull = lambda g, at: jax.vjp(layer, at[0], cast(at[1]))[1](g)
+        g, gradient = lax.scan(pull, g, residuals, reverse=True)
+        return g, jax.tree.map(lambda d, w: d.astype(w.dtype), gradient, residuals[1])
+
+    through.defvjp(kept, back)
+    return through(x, weights)
 
 
 # -- plain JAX -----------------------------------------------------------------------------
@@ -90,7 +130,7 @@ def plain_cross_entropy(logits, tokens):
 def plain(implementation: str) -> Written:
     """In plain JAX, with one of its attentions."""
     attend = functools.partial(plain_attention, implementation=implementation)
-    return Written(plain_norm, attend, plain_cross_entropy)
+    return Written(plain_norm, attend, plain_cross_entropy, stacked)
 
 
 # -- fuel_jax ------------------------------------------------------------------------------
@@ -115,7 +155,7 @@ def cross_entropy(logits, tokens):
     return fused_softmax_cross_entropy(logits, told, ignore_index=-100)
 
 
-OPS = Written(norm, attention, cross_entropy)
+OPS = Written(norm, attention, cross_entropy, stacked)
 
 
 # -- what they share -----------------------------------------------------------------------
@@ -161,14 +201,9 @@ def layer(config: Config, norm: Any, attend: Any, p: Params, x: Any) -> Any:
 def loss(config: Config, written: Written, params: Params, tokens: Any) -> Any:
     """Mean cross entropy, in nats, of every token but the first given those before it."""
     places = tables(config)
-
-    @jax.checkpoint
-    def each(x, p):
-        p = {name: w.astype(HALF) if w.ndim > 1 else w for name, w in p.items()}
-        return layer(config, written.norm, lambda *qkv: written.attend(*qkv, *places), p, x)
-
-    x = params["embedding"].astype(HALF)[tokens]
-    x, _ = lax.scan(lambda x, p: (each(x, p), None), x, params["layers"])
+    attend = lambda *qkv: written.attend(*qkv, *places)
+    each = lambda x, p: layer(config, written.norm, attend, p, x)
+    x = written.stack(each, params["embedding"].astype(HALF)[tokens], params["layers"])
     logits = written.norm(x, params["norm"]) @ params["head"].astype(HALF)
     return written.cross_entropy(logits, tokens)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ import jax
 from .. import fuse
 from .._check import platform_here
 from . import h200, llama
-from .device_time import interleaved, kernels
+from .device_time import Burst, interleaved, kernels
 from .llama import Config
 from .profile import Suite, run
 
@@ -44,50 +44,76 @@ CASES = [
 
 CUDNN = llama.plain("cudnn")
 DENSE = llama.plain("xla")
+MIXED = llama.OPS._replace(attend=CUDNN.attend)
+KEEPING = functools.partial(llama.stacked, policy=llama.keeps_attention)
 FORMS: dict[str, tuple[llama.Written, bool]] = {  # and whether it goes through fuse
     "cuDNN": (CUDNN, False),
     OURS: (llama.OPS, False),
-    "ops, cuDNN attention": (llama.OPS._replace(attend=CUDNN.attend), False),
+    "ops, cuDNN attention": (MIXED, False),
+    "ops, cuDNN attention kept": (MIXED._replace(stack=KEEPING), False),
+    "ops, cuDNN attention, half gradients": (MIXED._replace(stack=llama.halves_stacked), False),
+    "cuDNN, attention kept": (CUDNN._replace(stack=KEEPING), False),
+    "cuDNN, half gradients": (CUDNN._replace(stack=llama.halves_stacked), False),
     "cuDNN, fused": (CUDNN, True),
     "dense, fused": (DENSE, True),
     "dense": (DENSE, False),
 }
+TORCH = "torch.compile"
+WAYS = (*FORMS, TORCH)
 
 
 class Program(NamedTuple):
-    """A compiled step and what is known before it is timed."""
+    """A step, and what is known before it is timed."""
 
-    step: Any
+    burst: Burst
     temporary: int  # bytes
-    loss: float
+    loss: float  # of the first weights
 
 
 class Training:
     """One state that the programs hand on to each other: each may overwrite it."""
 
     def __init__(self, config: Config):
+        self.config = config
         self.start = jax.jit(functools.partial(llama.start, config))
         key = jax.random.key(1)
         self.tokens = jax.random.randint(key, (config.batch, config.length), 0, config.vocabulary)
         self.state: Any = None
 
-    def compiled(self, f: Callable[..., Any]) -> Program:
-        """A step down a loss, and what it says of the first weights."""
-        self.state = None  # only one at a time
+    def restart(self) -> llama.State:
+        """The first weights; never two states at a time."""
+        self.state = None
         self.state = self.start(jax.random.key(0))
-        step = jax.jit(functools.partial(llama.step, f), donate_argnums=0)
-        program = step.lower(self.state, self.tokens).compile()
+        return self.state
+
+    def compiled(self, written: llama.Written, fused: bool) -> Program | None:
+        """A way in JAX; None where the device has it not."""
+        if written.attend is CUDNN.attend and platform_here() != "cuda":
+            return None
+        f = functools.partial(llama.loss, self.config, written)
+        step = jax.jit(functools.partial(llama.step, fuse(f) if fused else f), donate_argnums=0)
+        program = step.lower(self.restart(), self.tokens).compile()
         self.state, loss = program(self.state, self.tokens)
         needs = program.memory_analysis()
-        return Program(program, needs.temp_size_in_bytes if needs else 0, float(loss))
 
-    def burst(self, program: Program, n: int) -> float:
-        """Seconds of each of n steps."""
-        since, loss = time.perf_counter(), None
-        for _ in range(n):
-            self.state, loss = program.step(self.state, self.tokens)
-        jax.block_until_ready((self.state, loss))
-        return (time.perf_counter() - since) / n
+        def burst(n: int) -> float:
+            since, loss = time.perf_counter(), None
+            for _ in range(n):
+                self.state, loss = program(self.state, self.tokens)
+            jax.block_until_ready((self.state, loss))
+            return (time.perf_counter() - since) / n
+
+        return Program(burst, needs.temp_size_in_bytes if needs else 0, float(loss))
+
+    def in_torch(self) -> Program | None:
+        """PyTorch's; None where it is not installed."""
+        try:
+            from . import llama_torch
+        except ImportError:
+            return None
+        training = llama_torch.Training(self.config, self.restart()[0], self.tokens)
+        loss = float(training.step())
+        return Program(training.burst, training.temporary(), loss)
 
 
 def chosen(asked: Sequence[str]) -> list[Case]:
@@ -101,25 +127,26 @@ def profile(cases: Sequence[Case], rows: str | None = None, tiny: bool = False) 
     return run(Suite("train-step", said, measured, lines), cases, rows, tiny)
 
 
-def measured(case: Case, tiny: bool, forms: dict[str, Any] = FORMS) -> dict[str, Any]:
-    """A case's row."""
+def measured(case: Case, tiny: bool, ways: Sequence[str] = ()) -> dict[str, Any]:
+    """A case's row; all ways, where none is named."""
     config = case.config._replace(**TINY) if tiny else case.config
-    training, programs, failed = Training(config), {}, {}
-    for name, (written, fused) in forms.items():
-        if written.attend is CUDNN.attend and platform_here() != "cuda":
-            continue  # nobody else has it
-        f = functools.partial(llama.loss, config, written)
+    training = Training(config)
+    programs: dict[str, Program] = {}
+    failed: dict[str, str] = {}
+    for name in ways or WAYS:
         try:
-            programs[name] = training.compiled(fuse(f) if fused else f)
+            program = training.in_torch() if name == TORCH else training.compiled(*FORMS[name])
         except Exception as error:  # whatever a compiler or a driver may raise is a finding
             failed[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-    bursts = {n: functools.partial(training.burst, p) for n, p in programs.items()}
+            continue
+        programs |= {name: program} if program else {}
+    bursts = {name: program.burst for name, program in programs.items()}
     times = interleaved(bursts, 1 if tiny else ROUNDS, 0, LEAST)
+    found: dict[str, dict[str, Any]] = {}
     for name, program in programs.items():
-        times[name]["temporary_bytes"] = program.temporary
-        times[name]["loss"] = program.loss
-        times[name]["kernels_us"] = shares(kernels(bursts[name], 1))
-    row = {"case": case.name, "tokens": config.tokens, **times.pop(OURS, {}), "peers": times}
+        found[name] = times[name] | {"temporary_bytes": program.temporary, "loss": program.loss}
+        found[name]["kernels_us"] = shares(kernels(program.burst, 1))
+    row = {"case": case.name, "tokens": config.tokens, **found.pop(OURS, {}), "peers": found}
     return row | ({"failed": failed} if failed else {})
 
 
@@ -135,11 +162,11 @@ def shares(took: dict[str, float]) -> dict[str, int]:
 
 
 def kind(name: str) -> str:
-    """Of a kernel: products, attention, copies, or its own name without numbers."""
-    if re.search(r"gemm|nvjet|xmma|cutlass_80|cublas", name) and "fprop" not in name:
-        return "products"
+    """Of a kernel: attention, products, or its own name without numbers."""
     if re.search(r"sdpa|fmha|flash|fprop|bprop|cudnn", name):
         return "cuDNN attention"
+    if re.search(r"gemm|nvjet|xmma|cutlass|cublas", name):
+        return "products"
     return re.sub(r"[_.]*\d+", "", name).strip("_") or name
 
 
@@ -150,10 +177,10 @@ def lines(row: dict[str, Any]) -> list[str]:
         least, rate, most = (row["tokens"] / got[k] * 1e6 for k in ("most_us", "us", "least_us"))
         gib = got["temporary_bytes"] / 2**30
         shown.append(
-            f"  {name:<22}{rate:>8,.0f} tokens/s ({least:,.0f}–{most:,.0f}); {gib:.2f} GiB; "
+            f"  {name:<38}{rate:>8,.0f} tokens/s ({least:,.0f}–{most:,.0f}); {gib:.2f} GiB; "
             f"first loss {got['loss']:.4f}"
         )
         if total := sum(got["kernels_us"].values()):
             parts = (f"{kind} {us / total:.0%}" for kind, us in got["kernels_us"].items())
             shown.append(f"    {total / 1e3:.0f} ms in kernels: {', '.join(parts)}")
-    return shown + [f"  {name:<22} {why}" for name, why in row.get("failed", {}).items()]
+    return shown + [f"  {name:<38} {why}" for name, why in row.get("failed", {}).items()]
