@@ -34,6 +34,8 @@ from ._selective_scan import (
 
 MOST_STATES = 128
 FORWARD = Tile(channels=1, pieces=2, steps=8)
+FULL = 1024  # programs that keep the card busy
+SHORTEST = 128  # steps of a part
 
 
 def refuses(u: Any, delta: Any, a: Any, b: Any, c: Any, *rest: Any, **params: Any) -> str | None:
@@ -118,6 +120,18 @@ def forward_kernel(
         my.write_matrix("last", h, my.sequence)
 
 
+def parts_of(batch: int, length: int, blocks: int) -> int:
+    """Into how many a sequence is divided: so many that the card is full.
+
+    Two passes take twice the time, so two parts gain nothing.  Measured on an H200, one sequence of
+    2048 steps, 2048 channels: 155, 157, 94, 67 and 73 µs in 1, 2, 4, 8 and 16.
+    """
+    for parts in (16, 8, 4):
+        if batch * blocks * parts <= FULL and length % parts == 0 and length >= parts * SHORTEST:
+            return parts
+    return 1
+
+
 def between(
     ends: jax.Array, given: dict[str, jax.Array], parts: int, delta_softplus: bool
 ) -> jax.Array:
@@ -149,7 +163,7 @@ def forward(
     delta_softplus: bool,
     interpret: bool = False,
     tile: Tile = FORWARD,
-    parts: int = 1,
+    parts: int | None = None,
     corrected: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """h ← exp(Δ·a)·h + Δ·b·u,  y = Σₙ h·c,  along axis 1; and h after the last step.
@@ -164,10 +178,12 @@ def forward(
         delta_softplus: take Δ = ln(1 + e^delta).
         interpret: run without a GPU.
         tile: what a program holds.
-        parts: of equal length, into which a sequence is divided: two passes, more programs.
+        parts: of equal length, into which a sequence is divided; None: as many as pay.
     """
-    batch, n = u.shape[0], a.shape[1]
+    (batch, length, d), n = u.shape, a.shape[1]
     given = operands(u, delta, a, b, c, start=initial_state)
+    if parts is None:
+        parts = parts_of(batch, length, tile.blocks(d, given["a"].shape[1]))
     activate = step_size(delta_softplus)
     kernel = functools.partial(forward_kernel, activate=activate, corrected=corrected)
     given |= {

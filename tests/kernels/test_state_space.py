@@ -11,7 +11,7 @@ from fuel_jax import causal_conv1d, selective_scan
 from pallas_kernels import _selective_scan, causal_conv1d as convolution
 from pallas_kernels._launch import INTERPRETED
 from pallas_kernels._selective_scan import Tile, logistic, softplus as softplus_of
-from pallas_kernels.selective_scan import forward
+from pallas_kernels.selective_scan import forward, parts_of
 from pallas_kernels.selective_scan_gradient import backward
 
 from .test_launch import lowered
@@ -100,6 +100,12 @@ def test_a_scan_in_parts():
     got = forward(*xs, delta_softplus=True, interpret=True, tile=tile, parts=4)
     for x, want in zip(got, reference(*in_float64(xs), softplus=True), strict=True):
         close(x, want, selective_scan.precision)
+
+
+def test_parts_fill_the_card():
+    """One sequence in eight; eight in one; none of it if parts were short or unequal."""
+    assert [parts_of(b, 2048, 128) for b in (1, 2, 8)] == [8, 4, 1]
+    assert [parts_of(1, length, 4) for length in (65_536, 1024, 511, 2052)] == [16, 8, 1, 4]
 
 
 def test_choice():
