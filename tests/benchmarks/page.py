@@ -172,12 +172,65 @@ operands; sums of halves may be sent in float32.
 """
 
 
+def train_step() -> str:
+    """train-step.md."""
+    found: list[Line] = []
+    for row in read(HERE / "train-step.jsonl"):
+        if "tiny" not in row:
+            said = {k: row[k] for k in (*WHERE, "case", "tokens")}
+            ways = {"ops": row} if "us" in row else {}
+            found += [said | got | {"way": way} for way, got in (ways | row["peers"]).items()]
+    rows = latest(found, "device", "case", "way")
+    first = {(r["device"], r["case"]): r for r in rows if r["way"] == "cuDNN"}
+    rows.sort(key=lambda row: (row["device"], row["case"], row["us"]))
+
+    def cells(row: Line) -> list[str]:
+        base = first.get((row["device"], row["case"]), {})
+        of = lambda a, b: number(a / b if base else None)
+        total = sum(row["kernels_us"].values())
+        parts = [f"{kind} {us / total:.0%}" for kind, us in row["kernels_us"].items()]
+        return [
+            *(row["case"], row["way"]),
+            f"{row['tokens'] / row['us'] * 1e6:,.0f}",
+            of(base.get("us", 0), row["us"]),
+            number(row["temporary_bytes"] / 2**30),
+            of(row["temporary_bytes"], base.get("temporary_bytes", 1)),
+            *(number(row["loss"], ".4f"), ", ".join(parts)),
+        ]
+
+    head = "model|way|tokens/s|of cuDNN's|GiB|of cuDNN's|first loss|time in kernels"
+    return f"""# A training step
+
+Written by `python -m tests.benchmarks.page` from `train-step.jsonl`, which
+`python -m fuel_jax profile --suite train-step --rows docs/performance/train-step.jsonl` appends to.
+`fuel_jax/judge/llama.py` is the model: weights in float32, cast to bfloat16 in every layer, each
+layer computed again in the backward pass, Adam.  Tokens a second by the clock, the median of three
+rounds in which the ways of a run take turns; memory is what the compiled step takes beside weights
+and averages.
+
+* cuDNN: plain JAX with `jax.nn.dot_product_attention(implementation="cudnn")`; dense: with the
+  default one.  Fused: the same through `fuel_jax.fuse`.
+* ops: written with the ops, attention ours or cuDNN's.
+* kept: a checkpoint policy keeps attention's result.  Half gradients: those of the layers stay
+  bfloat16, as the products give them, until Adam reads them.  Both are there with and without ops.
+
+{machines(rows, *WHERE)}
+
+{table(head, map(cells, rows))}
+"""
+
+
+WHERE = ("device", "driver", "jax", "torch", "commit", "date")
+
+
 def fastest(item: tuple[str, Line]) -> float:
     """Peers in the order of their times."""
     return item[1]["us"]
 
 
-PAGES: dict[str, Callable[[], str]] = {"cpu.md": cpu, "nvidia-h200.md": h200}
+PAGES: dict[str, Callable[[], str]] = {
+    **{"cpu.md": cpu, "nvidia-h200.md": h200, "train-step.md": train_step},
+}
 
 
 def main() -> None:
