@@ -42,15 +42,20 @@ def by_rows(p: model.Params, x: Array) -> Array:
     return y.reshape(*x.shape[:-1], -1)
 
 
+def to_columns(x: Array) -> Array:
+    """What all devices of ``model`` are about to read; its gradient is summed over them, once."""
+    return lax.pcast(x, ("model",), to="varying")
+
+
 def layer(config: model.Config, p: model.Params, x: Array, tables: Sequence[Array]) -> Array:
     """``tiny_transformer.layer`` with this device's heads and hidden features."""
-    h = rms_norm_last_dim(x)
+    h = to_columns(rms_norm_last_dim(x))
     q, k, v = (model.split_heads(config, model.linear(p[name], h)) for name in "qkv")
     q, k = rope(q, *tables), rope(k, *tables)
     y: Any = parallel.ring_attention(q, k, v, axis="sequence", causal=True)
     x = x + by_rows(p["out"], model.merge_heads(y))
 
-    h = rms_norm_last_dim(x)
+    h = to_columns(rms_norm_last_dim(x))
     return x + by_rows(p["down"], silu(model.linear(p["gate"], h)) * model.linear(p["up"], h))
 
 
@@ -61,7 +66,7 @@ def part(
     x = model.embed(params, tokens)
     for p in params["layers"]:
         x = layer(config, p, x, tables)
-    scores = model.linear(params["head"], rms_norm_last_dim(x))
+    scores = model.linear(params["head"], to_columns(rms_norm_last_dim(x)))
     rows = scores.reshape(-1, scores.shape[-1])
     losses: Any = parallel.cross_entropy(rows, targets.reshape(-1), axis="model", reduction="none")
     return lax.pmean(jnp.mean(losses), ("data", "sequence"))
