@@ -16,6 +16,8 @@ KINDS = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
 CALL = re.compile(rf"= (\(?[^=]*?\)?) ({KINDS})(?:-start)?\(")
 ARRAY = re.compile(r"([a-z]+\d+|pred)\[([\d,]*)\]")
 WIDTHS = {"pred": 1, "bf16": 2}
+COMMENT = re.compile(r"/\*.*?\*/")  # the number of each fifth result
+ALONE = re.compile(r"replica_groups=(?:\{\{\d+\}(?:,\{\d+\})*\}|\[\d+,1\]<=)")  # nothing is sent
 
 
 def sent(program: str) -> dict[str, int]:
@@ -24,7 +26,8 @@ def sent(program: str) -> dict[str, int]:
     One that has been started is printed with its operands, as a tuple, before its results.
     """
     found = Counter()
-    for results, kind in CALL.findall(program):
+    lines = (COMMENT.sub("", x) for x in program.splitlines() if not ALONE.search(x))
+    for results, kind in CALL.findall("\n".join(lines)):
         arrays = ARRAY.findall(results)
         if results.startswith("(("):
             arrays = arrays[len(arrays) // 2 :]
