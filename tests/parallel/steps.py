@@ -14,7 +14,7 @@ import many_devices
 import tiny_transformer as model
 import training
 
-STEPS, MESH = 4, "data=2,model=2,sequence=2"
+STEPS, MESH = 3, "data=2,model=2,sequence=2"
 TEXT = training.python_documentation()
 SMALL = model.Config(len(TEXT.characters), width=16, layers=1, hidden=24, context=8)
 training.SEQUENCE, training.BATCH = SMALL.context, 4

@@ -14,7 +14,7 @@ import pytest
 from . import steps
 
 PATIENCE = 120  # seconds until a process counts as hanging, on a busy machine
-DEVICES, DIES_AT = 8, 3
+DEVICES, DIES_AT = 8, 2
 
 
 def started(count, checkpoints, *dies_at):
