@@ -1,5 +1,6 @@
 """Product with an AWQ weight: 4-bit codes, a zero point and a scale for each group of a row."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ from ._lanes import field, materialised, products, several
 PRECISION = Precision(float32=2e-6)
 
 
-def examples():
+def examples() -> Iterator[dict[str, Any]]:
     """One group a row; a batch of small groups whose zeros are padded; one word."""
     rng = np.random.default_rng(25)
     for batch, m, k, n, group_size, zeros_w in (
@@ -48,14 +49,16 @@ def examples():
         }
 
 
-def backward_examples():
+def backward_examples() -> Iterator[dict[str, Any]]:
     """The forward's, with the cotangent of its result."""
     for example in examples():
         shape = (*example.pop("activations").shape[:-1], example["weight"].shape[0])
         yield {"upstream": jax.ShapeDtypeStruct(shape, jnp.float32), **example}
 
 
-def weight_rejects(weight, zeros, scales, group_size, split_k_iters) -> str | None:
+def weight_rejects(
+    weight: Any, zeros: Any, scales: Any, group_size: int, split_k_iters: int
+) -> str | None:
     """Groups that do not fill a row or have no zero or scale."""
     k = 8 * weight.shape[1]
     if group_size < 1 or k % group_size:
@@ -78,7 +81,9 @@ def weight_rejects(weight, zeros, scales, group_size, split_k_iters) -> str | No
     return None
 
 
-def rejects(activations, weight, zeros, scales, *, group_size, split_k_iters) -> str | None:
+def rejects(
+    activations: Any, weight: Any, zeros: Any, scales: Any, *, group_size: int, split_k_iters: int
+) -> str | None:
     """Rows of another length than the weight's."""
     if activations.shape[-1] != 8 * weight.shape[1]:
         return (
@@ -88,7 +93,9 @@ def rejects(activations, weight, zeros, scales, *, group_size, split_k_iters) ->
     return weight_rejects(weight, zeros, scales, group_size, split_k_iters)
 
 
-def backward_rejects(upstream, weight, zeros, scales, *, group_size, split_k_iters) -> str | None:
+def backward_rejects(
+    upstream: Any, weight: Any, zeros: Any, scales: Any, *, group_size: int, split_k_iters: int
+) -> str | None:
     """Likewise; the cotangent's rows are an axis of the weight's already."""
     return weight_rejects(weight, zeros, scales, group_size, split_k_iters)
 
@@ -116,7 +123,7 @@ def decoder(
     return rows
 
 
-def declines(_, weight, *rest, **params) -> str | None:
+def declines(_: Any, weight: Any, *rest: Any, **params: Any) -> str | None:
     """Small weights."""
     return fits_one_block(weight.shape[0], 8 * weight.shape[1])
 
@@ -210,7 +217,9 @@ def awq_matmul(
     return times_transposed(x, rows, weight.shape[0]).astype(activations.dtype)
 
 
-def refuses_lanes(activations, weight, *rest, group_size, split_k_iters) -> str | None:
+def refuses_lanes(
+    activations: Any, weight: Any, *rest: Any, group_size: int, split_k_iters: int
+) -> str | None:
     """Sums in another width, groups that are no vectors."""
     if activations.dtype == jnp.float64:
         return "it sums in float32"
@@ -219,7 +228,7 @@ def refuses_lanes(activations, weight, *rest, group_size, split_k_iters) -> str 
     return None if group_size % 128 == 0 else f"groups of {group_size} are no vectors of words"
 
 
-def few(activations, *rest, **params) -> str | None:
+def few(activations: Any, *rest: Any, **params: Any) -> str | None:
     """More than a few activations."""
     return several(activations, 4)
 
@@ -263,12 +272,16 @@ def awq_matmul_backward_blocked(upstream, weight, zeros, scales, *, group_size, 
 # -- on NVIDIA GPUs ------------------------------------------------------------------------
 
 
-def refuses_triton(activations, weight, zeros, scales, *, group_size, split_k_iters):
+def refuses_triton(
+    activations: Any, weight: Any, zeros: Any, scales: Any, *, group_size: int, split_k_iters: int
+) -> Any:
     """Groups that are no tiles of words."""
     return kernels.refuses(activations, weight, zeros, scales) or kernels.refuses_groups(group_size)
 
 
-def declines_triton(activations, weight, *rest, group_size, split_k_iters) -> str | None:
+def declines_triton(
+    activations: Any, weight: Any, *rest: Any, group_size: int, split_k_iters: int
+) -> str | None:
     """Where XLA is as fast."""
     n, words = weight.shape
     return kernels.declines(activations, n, quantised.awq(words, group_size))

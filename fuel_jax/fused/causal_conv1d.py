@@ -1,6 +1,8 @@
 """Depthwise convolution along a sequence, as Mamba's short one."""
 
 import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from ..types import Array, Floats
 UNROLLED = 16  # taps that one fused loop adds up; beyond, XLA's convolution is the shorter program
 
 
-def examples():
+def examples() -> Iterator[dict[str, Any]]:
     """Mamba's four taps with SiLU, a single tap, a single output."""
     f32 = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
     for b, c, l, k, silu in ((2, 3, 9, 4, True), (1, 2, 5, 1, False), (1, 3, 1, 5, True)):
@@ -27,7 +29,7 @@ def examples():
         }
 
 
-def rejects(x, weight, bias, **_) -> str | None:
+def rejects(x: Any, weight: Any, bias: Any, **_: Any) -> str | None:
     """No taps, or a sequence shorter than the padding it should begin with."""
     taps = weight.shape[-1]
     if taps == 0:
@@ -106,7 +108,9 @@ causal_conv1d.kernel(
 # convolutions in any layout too.
 
 
-def padded_on_the_left(x, weight, bias=None, *, taps, use_silu, cut):
+def padded_on_the_left(
+    x: Any, weight: Any, bias: Any = None, *, taps: Any, use_silu: bool, cut: Any
+) -> Any:
     """The op, on a sequence that begins with zeros."""
     x = jnp.pad(x, ((0, 0), (0, 0), (taps - 1, 0)))
     bias = jnp.zeros(x.shape[1], x.dtype) if bias is None else bias

@@ -1,6 +1,8 @@
 """Two-dimensional convolution, and its backward."""
 
 import functools
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ from ._conv_taps import MOST_TAPS, pointwise, shifted, weight_gradient
 PRECISION = Precision(float32=3e-6)
 
 
-def examples():
+def examples() -> Iterator[dict[str, Any]]:
     """Plain; everything uneven, with groups and a bias; a kernel of one."""
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     one, zero = (1, 1), (0, 0)
@@ -29,18 +31,20 @@ def examples():
     yield {"x": f32(1, 1, 1, 1), "w": f32(1, 1, 1, 1), "bias": None, **plain}
 
 
-def reach(w, dilation: Pair) -> list[int]:
+def reach(w: Any, dilation: Pair) -> list[int]:
     """Input elements a kernel spans, per axis."""
     return [d * (k - 1) + 1 for d, k in zip(dilation, w.shape[2:], strict=True)]
 
 
-def extents(x, w, stride: Pair, padding: Pair, dilation: Pair) -> tuple[int, ...]:
+def extents(x: Any, w: Any, stride: Pair, padding: Pair, dilation: Pair) -> tuple[int, ...]:
     """Output extent, per axis."""
     rows = zip(x.shape[2:], reach(w, dilation), stride, padding, strict=True)
     return tuple((n + 2 * p - r) // s + 1 for n, r, s, p in rows)
 
 
-def rejects(x, w, *rest, stride, padding, dilation, groups) -> str | None:
+def rejects(
+    x: Any, w: Any, *rest: Any, stride: Pair, padding: Pair, dilation: Pair, groups: int
+) -> str | None:
     """Sizes and parameters the annotations cannot express."""
     if min(stride) < 1 or min(dilation) < 1 or min(padding) < 0:
         return (
@@ -66,7 +70,7 @@ def rejects(x, w, *rest, stride, padding, dilation, groups) -> str | None:
     return None
 
 
-def backward_rejects(x, w, upstream, *rest, **window) -> str | None:
+def backward_rejects(x: Any, w: Any, upstream: Any, *rest: Any, **window: Any) -> str | None:
     """What the forward rejects, and a cotangent of another shape than its result."""
     if reason := rejects(x, w, **window):
         return reason
@@ -76,7 +80,7 @@ def backward_rejects(x, w, upstream, *rest, **window) -> str | None:
     return None
 
 
-def backward_examples():
+def backward_examples() -> Iterator[dict[str, Any]]:
     """The forward's, with a cotangent."""
     for example in examples():
         x, w = example["x"], example["w"]
@@ -85,7 +89,7 @@ def backward_examples():
         yield example | {"upstream": g}
 
 
-def convolved(x, w, *, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> Array:
+def convolved(x: Any, w: Any, *, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> Array:
     """Without a bias, in the dtype of the operands."""
     return lax.conv_general_dilated(
         x,
@@ -200,7 +204,7 @@ def conv2d(
 # -- kernels -------------------------------------------------------------------------------
 
 
-def not_half(x, *rest, **window) -> str | None:
+def not_half(x: Any, *rest: Any, **window: Any) -> str | None:
     """Operands for which the form in the operands' dtype is the decomposition."""
     return None if x.dtype.itemsize == 2 else f"operands are {x.dtype.name}, not of a half type"
 
@@ -230,18 +234,20 @@ def backward_in_half(x, w, upstream, bias, *, interpret: bool = False, **window)
     return dx, dw, bias_gradient(upstream, bias)
 
 
-def sums_copies(w, groups: int) -> bool:
+def sums_copies(w: Any, groups: int) -> bool:
     """Whether a convolution is a short sum of shifted copies: few channels in each group."""
     return groups > 1 and w.shape[1] * w.shape[2] * w.shape[3] <= MOST_TAPS
 
 
-def is_pointwise(x, w, *, stride, padding, dilation, groups) -> bool:
+def is_pointwise(
+    x: Any, w: Any, *, stride: Pair, padding: Pair, dilation: Pair, groups: int
+) -> bool:
     """Whether it is a product, and of images large enough to notice."""
     single = w.shape[2:] == (1, 1) and padding == (0, 0) and groups == 1
     return single and w.shape[1] * x.shape[2] * x.shape[3] >= 2**12
 
 
-def not_copies(x, w, *rest, groups, **window) -> str | None:
+def not_copies(x: Any, w: Any, *rest: Any, groups: int, **window: Any) -> str | None:
     """Kernels that are no short sum of shifted copies."""
     if groups == 1:
         return "its channels are not grouped"
@@ -250,19 +256,19 @@ def not_copies(x, w, *rest, groups, **window) -> str | None:
     return f"{w.shape[1:]} elements to a sum; it unrolls {MOST_TAPS} at most"
 
 
-def not_pointwise(x, w, *rest, **window) -> str | None:
+def not_pointwise(x: Any, w: Any, *rest: Any, **window: Any) -> str | None:
     """Kernels that are no product."""
     if w.shape[2:] != (1, 1) or window["padding"] != (0, 0) or window["groups"] != 1:
         return "its kernel has several elements, groups or a margin"
     return "an operand is empty" if x.size == 0 else None
 
 
-def small(x, w, *rest, **window) -> str | None:
+def small(x: Any, w: Any, *rest: Any, **window: Any) -> str | None:
     """Images too small for the difference to show."""
     return None if is_pointwise(x, w, **window) else "its images are small"
 
 
-def dense(x, w, *rest, groups, **window) -> str | None:
+def dense(x: Any, w: Any, *rest: Any, groups: int, **window: Any) -> str | None:
     """Kernels for which XLA's own program is as fast, or too large to unroll."""
     if groups == 1 and w.shape[2:] != (1, 1):
         return "dense convolutions are as fast without"

@@ -1,5 +1,8 @@
 """Transposed two-dimensional convolution, and its backward."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,7 +18,7 @@ from .conv2d import bias_gradient, convolved, dense, not_half, with_bias, with_h
 PRECISION = Precision(float32=3e-6)
 
 
-def examples():
+def examples() -> Iterator[dict[str, Any]]:
     """Plain; everything uneven, with groups and a bias."""
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     one, zero = (1, 1), (0, 0)
@@ -29,7 +32,17 @@ def examples():
     }
 
 
-def rejects(x, w, bias=None, *, stride, padding, output_padding, dilation, groups) -> str | None:
+def rejects(
+    x: Any,
+    w: Any,
+    bias: Any = None,
+    *,
+    stride: Pair,
+    padding: Pair,
+    output_padding: Pair,
+    dilation: Pair,
+    groups: int,
+) -> str | None:
     """Sizes and parameters the annotations cannot express."""
     if min(stride) < 1 or min(dilation) < 1 or min(padding) < 0 or min(output_padding) < 0:
         return (
@@ -56,13 +69,15 @@ def rejects(x, w, bias=None, *, stride, padding, output_padding, dilation, group
     return None
 
 
-def extents(x, w, stride, padding, output_padding, dilation) -> list[int]:
+def extents(
+    x: Any, w: Any, stride: Pair, padding: Pair, output_padding: Pair, dilation: Pair
+) -> list[int]:
     """Output extent per axis."""
     rows = zip(x.shape[2:], w.shape[2:], stride, padding, output_padding, dilation, strict=True)
     return [(n - 1) * s - 2 * p + d * (k - 1) + o + 1 for n, k, s, p, o, d in rows]
 
 
-def backward_rejects(x, w, upstream, bias, **window) -> str | None:
+def backward_rejects(x: Any, w: Any, upstream: Any, bias: Any, **window: Any) -> str | None:
     """What the forward rejects, and a cotangent of another shape than its result."""
     if reason := rejects(x, w, bias, **window):
         return reason
@@ -73,7 +88,7 @@ def backward_rejects(x, w, upstream, bias, **window) -> str | None:
     return None
 
 
-def backward_examples():
+def backward_examples() -> Iterator[dict[str, Any]]:
     """The forward's, with a cotangent."""
     for example in examples():
         x, w = example["x"], example["w"]
@@ -83,7 +98,16 @@ def backward_examples():
         yield example | {"upstream": jax.ShapeDtypeStruct(shape, x.dtype)}
 
 
-def transposed(x, w, *, stride, padding, output_padding, dilation, groups) -> Array:
+def transposed(
+    x: Any,
+    w: Any,
+    *,
+    stride: Pair,
+    padding: Pair,
+    output_padding: Pair,
+    dilation: Pair,
+    groups: int,
+) -> Array:
     """Without a bias, in the dtype of the operands."""
     c_in, per_group, *kernel = w.shape
     # The kernel of the equivalent convolution: channels exchanged within each group, turned over.
@@ -104,7 +128,7 @@ def transposed(x, w, *, stride, padding, output_padding, dilation, groups) -> Ar
     )
 
 
-def gathered(g, w, extent, *, output_padding, **window) -> Array:
+def gathered(g: Any, w: Any, extent: Any, *, output_padding: Pair, **window: Any) -> Array:
     """The convolution that this one transposes: its cotangent ``g`` to that of x.
 
     An output padding of a stride or more would give rows that x does not have.
@@ -112,7 +136,7 @@ def gathered(g, w, extent, *, output_padding, **window) -> Array:
     return convolved(g, w, **window)[:, :, : extent[0], : extent[1]]
 
 
-def gradient(x, w, g, **window) -> tuple[Array, Array]:
+def gradient(x: Any, w: Any, g: Any, **window: Any) -> tuple[Array, Array]:
     """Cotangents of ``x`` and ``w``: those of the other convolution, their roles exchanged."""
     dx, pull = jax.vjp(lambda w: gathered(g, w, x.shape[2:], **window), w)
     return dx, pull(x)[0]

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from ._rows import Rows, sums, taken_together
 PRECISION = Precision(float32=3e-6, float64=2e-7)  # the loss is F32 beside F64 logits, too
 
 
-def examples():
+def examples() -> Iterator[dict[str, Any]]:
     """Each reduction; ignored rows among others, and alone; a single row."""
     for shape, targets, reduction, ignore_index in (
         ((4, 11), [3, -100, 10, 0], "mean", -100),
@@ -39,7 +40,7 @@ def examples():
         }
 
 
-def expects(logits, targets, *, ignore_index, **_) -> Array:
+def expects(logits: Any, targets: Any, *, ignore_index: int, **_: Any) -> Array:
     """Targets are classes, or ignored."""
     kept, label = classes(targets, logits.shape[-1], ignore_index)
     return ~kept | (label >= 0)
@@ -66,7 +67,7 @@ def averaged(kept: Array) -> Array:
     return jnp.maximum(jnp.sum(kept), 1)
 
 
-def poison(kept: Array, label: Array, dtype) -> Array:
+def poison(kept: Array, label: Array, dtype: Any) -> Array:
     """A factor that makes NaN of a row whose target is no class, and of its gradient."""
     return jnp.where(kept & (label < 0), jnp.nan, 1).astype(dtype)
 
@@ -86,7 +87,7 @@ def row_losses(logits: Array, label: Array) -> tuple[Array, Array]:
     return log_sum + (m - picked), log_sum + m
 
 
-def of_rows(logits, targets, lse, upstream, dlse, *, reduction, ignore_index):
+def of_rows(logits, targets, lse, upstream, dlse, *, reduction, ignore_index) -> Any:
     """Each row's label, the weights of p and of the label in its gradient, and whether that is 0.
 
     A row that is ignored may hold anything, and then its gradient is 0 all the same.
@@ -186,7 +187,9 @@ def fused_softmax_cross_entropy(
     return reduced(row_losses, logits, targets, reduction, ignore_index, return_lse)
 
 
-def reduced(rows, logits, targets, reduction, ignore_index, return_lse):
+def reduced(
+    rows: Any, logits: Any, targets: Any, reduction: Reduction, ignore_index: int, return_lse: bool
+) -> Any:
     """What the op returns, of the losses of ``rows(logits, label)``."""
     kept, label = classes(targets, logits.shape[-1], ignore_index)
     losses, lse = rows(logits, label)
@@ -202,7 +205,7 @@ def reduced(rows, logits, targets, reduction, ignore_index, return_lse):
 # -- on the CPU ----------------------------------------------------------------------------
 
 
-def is_small(logits, *_, **__) -> str | None:
+def is_small(logits: Any, *_: Any, **__: Any) -> str | None:
     """Where there is nothing to save."""
     return "a few numbers are as fast in one piece" if math.prod(logits.shape) < 2**16 else None
 

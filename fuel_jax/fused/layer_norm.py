@@ -1,5 +1,6 @@
 """Layer normalisation over the last axis, and its backward."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,19 +18,19 @@ from ..types import Array, Floats
 PRECISION = Precision(float32=2e-6)
 
 
-def examples():
+def examples() -> Iterator[dict[str, Any]]:
     """A model's width, and an awkward one."""
     for shape in ((4, 512), (2, 3, 40)):
         yield {"x": jax.ShapeDtypeStruct(shape, jnp.float32), "eps": 1e-5}
 
 
-def backward_examples():
+def backward_examples() -> Iterator[dict[str, Any]]:
     """The forward's, with a cotangent."""
     for example in examples():
         yield example | {"upstream": example["x"]}
 
 
-def rejects(x, *rest, eps) -> str | None:
+def rejects(x: Any, *rest: Any, eps: float) -> str | None:
     """A negative eps, or one that is no number."""
     return None if eps >= 0 else f"parameter 'eps' is {eps}; it must be at least 0. Pass 1e-5."
 

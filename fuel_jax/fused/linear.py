@@ -1,5 +1,8 @@
 """Matrix product with a bias row."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -12,14 +15,14 @@ from ..types import Array, Floats
 PRECISION = Precision(float32=3e-6)
 
 
-def examples():
+def examples() -> Iterator[dict[str, Any]]:
     """A plain product, a batch of them, and a single element."""
     for batch, m, k, n in (((), 8, 16, 4), ((2,), 5, 7, 3), ((), 1, 1, 1)):
         f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
         yield {"a": f32(*batch, m, k), "b": f32(*batch, k, n), "bias": f32(n)}
 
 
-def backward_examples():
+def backward_examples() -> Iterator[dict[str, Any]]:
     """The forward's, with a cotangent for the bias."""
     for example in examples():
         a, b = example["a"], example["b"]
@@ -91,7 +94,7 @@ def fused_linear(
     return (sums + wide(bias)).astype(a.dtype)
 
 
-def with_one_inner_axis(a, b, bias):
+def with_one_inner_axis(a: Any, b: Any, bias: Any) -> Any:
     """The op, on operands whose inner axes are several."""
     return fused_linear(a.reshape(a.shape[0], -1), b.reshape(-1, b.shape[-1]), bias)
 

@@ -1,5 +1,6 @@
 """Product with a 4-bit NormalFloat weight."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -44,7 +45,7 @@ LEVELS = np.array(
 PAIRS = np.stack(np.meshgrid(LEVELS, LEVELS, indexing="ij"), -1).reshape(256, 2)  # of a byte
 
 
-def examples():
+def examples() -> Iterator[dict[str, Any]]:
     """A block a row; half a batch of small blocks, nibbles the other way round; one weight pair."""
     rng = np.random.default_rng(21)
     for batch, m, k, n, block_size in (
@@ -60,14 +61,14 @@ def examples():
         }
 
 
-def backward_examples():
+def backward_examples() -> Iterator[dict[str, Any]]:
     """The forward's, with the cotangent of its result."""
     for example in examples():
         shape = (*example.pop("activations").shape[:-1], example["w_packed"].shape[0])
         yield {"upstream": jax.ShapeDtypeStruct(shape, jnp.float32), **example}
 
 
-def weight_rejects(w_packed, absmax, block_size) -> str | None:
+def weight_rejects(w_packed: Any, absmax: Any, block_size: int) -> str | None:
     """Blocks that do not fill a row."""
     k = 2 * w_packed.shape[1]
     if block_size < 1 or k % block_size:
@@ -84,7 +85,9 @@ def weight_rejects(w_packed, absmax, block_size) -> str | None:
     return None
 
 
-def rejects(activations, w_packed, absmax, *, block_size, low_nibble_first) -> str | None:
+def rejects(
+    activations: Any, w_packed: Any, absmax: Any, *, block_size: int, low_nibble_first: bool
+) -> str | None:
     """Rows of another length than the weight's."""
     if activations.shape[-1] != 2 * w_packed.shape[1]:
         return (
@@ -94,7 +97,9 @@ def rejects(activations, w_packed, absmax, *, block_size, low_nibble_first) -> s
     return weight_rejects(w_packed, absmax, block_size)
 
 
-def backward_rejects(upstream, w_packed, absmax, *, block_size, low_nibble_first) -> str | None:
+def backward_rejects(
+    upstream: Any, w_packed: Any, absmax: Any, *, block_size: int, low_nibble_first: bool
+) -> str | None:
     """Likewise; the cotangent's rows are an axis of the weight's already."""
     return weight_rejects(w_packed, absmax, block_size)
 
@@ -114,7 +119,7 @@ def decoder(w_packed: Array, absmax: Array, dtype: jnp.dtype, *, low_nibble_firs
     return rows
 
 
-def declines(_, w_packed, *rest, **params) -> str | None:
+def declines(_: Any, w_packed: Any, *rest: Any, **params: Any) -> str | None:
     """Small weights."""
     return fits_one_block(w_packed.shape[0], 2 * w_packed.shape[1])
 
@@ -203,7 +208,9 @@ def nf4_matmul(
     return times_transposed(x, rows, w_packed.shape[0]).astype(activations.dtype)
 
 
-def refuses_lanes(activations, w_packed, *rest, block_size, **params) -> str | None:
+def refuses_lanes(
+    activations: Any, w_packed: Any, *rest: Any, block_size: int, **params: Any
+) -> str | None:
     """Sums in another width, blocks that are no vectors."""
     if activations.dtype == jnp.float64 or rest[0].dtype == jnp.float64:
         return "it sums in float32"
@@ -212,7 +219,7 @@ def refuses_lanes(activations, w_packed, *rest, block_size, **params) -> str | N
     return None if block_size % 64 == 0 else f"blocks of {block_size} are no vectors of bytes"
 
 
-def few(activations, w_packed, *rest, **params) -> str | None:
+def few(activations: Any, w_packed: Any, *rest: Any, **params: Any) -> str | None:
     """More than a few activations, or little to decode."""
     if w_packed.size < 2**19:
         return f"{2 * w_packed.size} weights are decoded as fast together"
@@ -265,14 +272,18 @@ def nf4_matmul_backward_blocked(upstream, w_packed, absmax, *, block_size, low_n
 # -- on NVIDIA GPUs ------------------------------------------------------------------------
 
 
-def refuses_triton(activations, w_packed, absmax, *, block_size, low_nibble_first) -> str | None:
+def refuses_triton(
+    activations: Any, w_packed: Any, absmax: Any, *, block_size: int, low_nibble_first: bool
+) -> str | None:
     """Rows that are no words, blocks that are no tiles of words."""
     if w_packed.shape[1] % 4:
         return f"rows of {w_packed.shape[1]} bytes are not whole words"
     return kernels.refuses(activations, w_packed, absmax) or kernels.refuses_groups(block_size)
 
 
-def declines_triton(activations, w_packed, absmax, *, block_size, low_nibble_first) -> str | None:
+def declines_triton(
+    activations: Any, w_packed: Any, absmax: Any, *, block_size: int, low_nibble_first: bool
+) -> str | None:
     """Where XLA is as fast."""
     n, half_k = w_packed.shape
     packing = quantised.nf4(half_k // 4, block_size, low_nibble_first, LEVELS)

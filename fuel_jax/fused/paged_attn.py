@@ -6,7 +6,8 @@ cache has n blocks of bs tokens, a sequence at most m of them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ STEP = 512  # tokens of a sequence that the kernel reads at a time
 DENSE_BYTES = 4 << 20  # a copy of the sequences' keys and values up to this size is made at once
 
 
-def examples():
+def examples() -> Iterator[dict[str, Any]]:
     """Two sequences that share a block, in blocks of 3; every option, and an empty sequence."""
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     off = {"alibi": None, "softmax_scale": None, "block_size": None, "softcap": None}
@@ -43,7 +44,9 @@ def examples():
     }
 
 
-def rejects(q, k_cache, v_cache, *rest, block_size, **params) -> str | None:
+def rejects(
+    q: Any, k_cache: Any, v_cache: Any, *rest: Any, block_size: int | None, **params: Any
+) -> str | None:
     """A block size other than the cache's, and what any attention rejects."""
     if block_size is not None and block_size != k_cache.shape[1]:
         return (
@@ -74,7 +77,15 @@ class Pages(NamedTuple):
         return cls(jnp.where(used & known, ids, 0), jnp.where(valid, lengths, 0), valid)
 
 
-def expects(q, k_cache, v_cache, block_table, context_lens, *rest, **params):
+def expects(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    context_lens: Any,
+    *rest: Any,
+    **params: Any,
+) -> Any:
     """Lengths that the table holds, and blocks that are there."""
     (n, size), m = k_cache.shape[:2], block_table.shape[1]
     lengths, fits = maths.within(context_lens, m * size + 1)
@@ -167,7 +178,9 @@ def paged_attn(
 # -- a kernel in bounded memory ----------------------------------------------------------------
 
 
-def declines(q, k_cache, v_cache, block_table, *rest, **params) -> str | None:
+def declines(
+    q: Any, k_cache: Any, v_cache: Any, block_table: Any, *rest: Any, **params: Any
+) -> str | None:
     """Why one copy of all keys and values will do."""
     _, size, hk, d = k_cache.shape
     tokens = block_table.shape[0] * block_table.shape[1] * size
@@ -177,7 +190,9 @@ def declines(q, k_cache, v_cache, block_table, *rest, **params) -> str | None:
     return f"a copy takes {copied / 2**20:.2g} MiB; steps begin at {DENSE_BYTES >> 20} MiB"
 
 
-def refuses(q, k_cache, v_cache, block_table, *rest, **params) -> str | None:
+def refuses(
+    q: Any, k_cache: Any, v_cache: Any, block_table: Any, *rest: Any, **params: Any
+) -> str | None:
     """Nothing to step over."""
     empty = 0 in (*k_cache.shape, *v_cache.shape, *block_table.shape, *q.shape)
     return "an operand is empty" if empty else None

@@ -1,5 +1,8 @@
 """Gradient of an integer power."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -11,14 +14,14 @@ from ..registry import fused_op
 from ..types import Array, Floats
 
 
-def examples():
+def examples() -> Iterator[dict[str, Any]]:
     """A cube, a reciprocal square, and the exponent whose power is constant."""
     x = np.linspace(0.8, 2.0, 33, dtype=np.float32).reshape(3, 11)
     for exponent in (3, -2, 0):
         yield {"x": x, "upstream": x[::-1].copy(), "exp": exponent}
 
 
-def rejects(x, upstream, *, exp) -> str | None:
+def rejects(x: Any, upstream: Any, *, exp: int) -> str | None:
     """Exponents beyond I32."""
     if not -(2**31) <= exp < 2**31:
         return f"parameter 'exp' is {exp}; it must fit in I32."

@@ -1,5 +1,8 @@
 """Product with a weight in one of llama.cpp's block formats."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +45,7 @@ def stream(quant_type: str, k: int, n: int) -> np.ndarray:
     return np.pad(loose, (0, -loose.size % 4)).view("<u4").astype(np.uint32)
 
 
-def examples():
+def examples() -> Iterator[dict[str, Any]]:
     """A super-block format, an odd half word with a batch, and one row of one block."""
     for batch, m, k, n, quant_type in (
         *(((), 3, 256, 5, "Q4K"), ((2,), 2, 32, 3, "Q4_0")),
@@ -57,7 +60,7 @@ def examples():
         }
 
 
-def backward_examples():
+def backward_examples() -> Iterator[dict[str, Any]]:
     """The forward's, with the cotangent of its result."""
     for example in examples():
         a = example.pop("a")
@@ -65,7 +68,7 @@ def backward_examples():
         yield {"upstream": upstream, **example}
 
 
-def stream_rejects(w_q_bytes, quant_type, k, n) -> str | None:
+def stream_rejects(w_q_bytes: Any, quant_type: Any, k: int, n: int) -> str | None:
     """Sizes that make no whole blocks, or other blocks than the stream holds."""
     form = FORMATS[quant_type]
     if k < 0 or k % form.weights:
@@ -81,14 +84,16 @@ def stream_rejects(w_q_bytes, quant_type, k, n) -> str | None:
     return None
 
 
-def rejects(a, w_q_bytes, *, quant_type, k, n) -> str | None:
+def rejects(a: Any, w_q_bytes: Any, *, quant_type: Any, k: int, n: int) -> str | None:
     """Rows of another length than the weight's, or a stream of another size."""
     if a.shape[-1] != k:
         return f"'a' has rows of {a.shape[-1]} and parameter 'k' is {k}; they must be equal."
     return stream_rejects(w_q_bytes, quant_type, k, n)
 
 
-def backward_rejects(upstream, w_q_bytes, *, quant_type, k, n) -> str | None:
+def backward_rejects(
+    upstream: Any, w_q_bytes: Any, *, quant_type: Any, k: int, n: int
+) -> str | None:
     """Likewise, for the cotangent."""
     if upstream.shape[-1] != n:
         return f"'upstream' has rows of {upstream.shape[-1]} and parameter 'n' is {n}."
@@ -120,7 +125,7 @@ def decoder(words: Array, dtype: jnp.dtype, *, quant_type: str, k: int, n: int) 
     return rows
 
 
-def declines(_, w_q_bytes, *, quant_type, k, n) -> str | None:
+def declines(_: Any, w_q_bytes: Any, *, quant_type: Any, k: int, n: int) -> str | None:
     """Small weights."""
     return fits_one_block(n, k)
 
@@ -234,12 +239,12 @@ def qmatmul_backward_blocked(upstream, w_q_bytes, *, quant_type, k, n):
 # -- on NVIDIA GPUs ------------------------------------------------------------------------
 
 
-def refuses_triton(a, w_q_bytes, *, quant_type, k, n) -> str | None:
+def refuses_triton(a: Any, w_q_bytes: Any, *, quant_type: Any, k: int, n: int) -> str | None:
     """Streams whose bytes are not counted in 32 bits."""
     return kernels.refuses(a, w_q_bytes) or kernels.refuses_bytes(w_q_bytes)
 
 
-def declines_triton(a, w_q_bytes, *, quant_type, k, n) -> str | None:
+def declines_triton(a: Any, w_q_bytes: Any, *, quant_type: Any, k: int, n: int) -> str | None:
     """Where XLA is as fast."""
     return kernels.declines(a, n, quantised_gguf.GGUF[quant_type](k))
 

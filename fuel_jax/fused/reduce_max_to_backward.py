@@ -1,5 +1,8 @@
 """Backward of the maximum over broadcast axes."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,7 +16,7 @@ from ..registry import fused_op
 from ..types import Array, Floats
 
 
-def examples():
+def examples() -> Iterator[dict[str, Any]]:
     """One axis kept as 1, leading axes dropped, and a scalar."""
     for shape, target in (((3, 37), (3, 1)), ((2, 3, 4), (4,)), ((), ())):
         yield {
@@ -22,7 +25,7 @@ def examples():
         }
 
 
-def rejects(x, upstream) -> str | None:
+def rejects(x: Any, upstream: Any) -> str | None:
     """A cotangent of something that x cannot be reduced to."""
     padded = (1,) * (x.ndim - upstream.ndim) + upstream.shape
     if upstream.ndim <= x.ndim and all(m in (1, n) for n, m in zip(x.shape, padded, strict=True)):

@@ -1,5 +1,6 @@
 """RMS normalisation over the last axis, and its backward."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,20 +18,20 @@ from ..types import Array, Floats
 PRECISION = Precision(float32=2e-6)
 
 
-def examples():
+def examples() -> Iterator[dict[str, Any]]:
     """A model's width, an awkward one, and a single element."""
     for shape in ((4, 512), (2, 3, 40), (1, 1)):
         yield {"x": jax.ShapeDtypeStruct(shape, jnp.float32), "eps": 1e-6}
 
 
-def backward_examples():
+def backward_examples() -> Iterator[dict[str, Any]]:
     """The forward's, with a cotangent.  (Of a single element the gradient all but cancels.)"""
     for shape in ((4, 512), (2, 3, 40)):
         x = jax.ShapeDtypeStruct(shape, jnp.float32)
         yield {"x": x, "upstream": x, "eps": 1e-6}
 
 
-def rejects(x, *rest, eps) -> str | None:
+def rejects(x: Any, *rest: Any, eps: float) -> str | None:
     """A negative or absent eps."""
     return None if eps >= 0 else f"parameter 'eps' is {eps}; it must be at least 0."
 

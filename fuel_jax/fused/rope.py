@@ -1,5 +1,8 @@
 """Rotary position embedding."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -12,7 +15,7 @@ from ..types import Array, Floats
 PRECISION = Precision(float32=2e-6)
 
 
-def examples():
+def examples() -> Iterator[dict[str, Any]]:
     """Heads that share tables, a table per sequence, and the narrowest head."""
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     yield {"x": f32(2, 3, 5, 8), "cos": f32(5, 8), "sin": f32(5, 8)}
@@ -20,13 +23,13 @@ def examples():
     yield {"x": f32(1, 2), "cos": f32(1, 2), "sin": f32(1, 2)}
 
 
-def backward_examples():
+def backward_examples() -> Iterator[dict[str, Any]]:
     """The forward's, with a cotangent."""
     for example in examples():
         yield example | {"upstream": example["x"]}
 
 
-def rejects(x, cos, *rest) -> str | None:
+def rejects(x: Any, cos: Any, *rest: Any) -> str | None:
     """Sizes the annotations cannot express."""
     if x.shape[-1] % 2:
         return f"'x' has rows of {x.shape[-1]}; rotary halves need an even width. Pad the head."
@@ -140,7 +143,7 @@ def rotate_half(x, cos, sin):
     return x * cos + jnp.concatenate([-hi, lo], -1) * sin
 
 
-def full_width(x, cos, sin):
+def full_width(x: Any, cos: Any, sin: Any) -> Any:
     """Tables of half the width, whole; ``[b, s, d]`` for ``[b, h, s, d]``."""
     if cos.shape[-1] != x.shape[-1]:
         cos, sin = (jnp.concatenate([t, t], -1) for t in (cos, sin))

@@ -5,6 +5,8 @@ of all steps, in either direction.
 """
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from ..types import Array, Floats, Wide
 PRECISION = Precision(float32=5e-6)
 
 
-def examples():
+def examples() -> Iterator[dict[str, Any]]:
     """A fresh sequence, a continued one, and a single step."""
     f32 = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
     for b, l, d, n, softplus, continued in (
@@ -37,12 +39,12 @@ def examples():
         }
 
 
-def rejects(u, delta, a, b, c, initial_state, **_) -> str | None:
+def rejects(u: Any, delta: Any, a: Any, b: Any, c: Any, initial_state: Any, **_: Any) -> str | None:
     """A state of another width than sums are taken in."""
     return wrong_state(u, initial_state)
 
 
-def wrong_state(u, state) -> str | None:
+def wrong_state(u: Any, state: Any) -> str | None:
     """What is wrong with an ``initial_state`` beside ``u``."""
     width = "float64" if u.dtype == jnp.float64 else "float32"
     if state is None or state.dtype == width:
@@ -226,7 +228,7 @@ def selective_scan(
 # -- kernels -------------------------------------------------------------------------------
 
 
-def several_steps(u, *rest, **params) -> str | None:
+def several_steps(u: Any, *rest: Any, **params: Any) -> str | None:
     """A sequence that it does not take."""
     return None if u.shape[1] == 1 else f"{u.shape[1]} steps; it takes one"
 
@@ -259,7 +261,7 @@ selective_scan_backward.kernel(
 # -- as people write it --------------------------------------------------------------------
 
 
-def from_zero(u, delta, a, b, c, *, factors, sums):
+def from_zero(u: Any, delta: Any, a: Any, b: Any, c: Any, *, factors: Any, sums: Any) -> Any:
     """The op's sequence."""
     return selective_scan(u, delta, a, b, c)[0]
 

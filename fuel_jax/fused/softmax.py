@@ -1,5 +1,6 @@
 """Softmax and log-softmax over the last axis, and their backwards."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,13 +18,13 @@ from ._rows import Rows, sums, taken_together
 PRECISION = Precision(float32=2e-6)
 
 
-def examples():
+def examples() -> Iterator[dict[str, Any]]:
     """A vocabulary row, attention scores, and a single element."""
     for shape in ((2, 300), (2, 3, 5, 8), (1, 1)):
         yield {"x": jax.ShapeDtypeStruct(shape, jnp.float32)}
 
 
-def backward_examples():
+def backward_examples() -> Iterator[dict[str, Any]]:
     """A result and its cotangent."""
     for shape in ((2, 3, 5, 8), (1, 1)):
         x = jax.ShapeDtypeStruct(shape, jnp.float32)

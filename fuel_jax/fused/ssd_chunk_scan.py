@@ -4,7 +4,8 @@ Within a chunk the recurrence is a masked matrix product, between chunks it is a
 states.  No array holds the states of all steps, in either direction.
 """
 
-__all__ = ["ssd_chunk_scan", "ssd_chunk_scan_backward"]
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from .selective_scan import wrong_state
 PRECISION = Precision(float32=5e-6)
 
 
-def examples():
+def examples() -> Iterator[dict[str, Any]]:
     """A head a group, heads that share one and continue a sequence, a single step."""
     f32 = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
     for b, l, h, p, g, n, chunk, continued in (
@@ -38,7 +39,9 @@ def examples():
         }
 
 
-def rejects(x, dt, a, b, c, initial_state, *, chunk_size) -> str | None:
+def rejects(
+    x: Any, dt: Any, a: Any, b: Any, c: Any, initial_state: Any, *, chunk_size: int
+) -> str | None:
     """Chunks that do not tile the sequence, groups that do not share out the heads."""
     length, heads, groups = x.shape[1], x.shape[2], b.shape[2]
     if chunk_size < 1 or length % chunk_size:

@@ -9,6 +9,7 @@ Rows that would fall outside are dropped.  They never move onto other rows, as t
 ``lax.dynamic_update_slice``, which overwrites the newest tokens of a cache that is full.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -122,12 +123,14 @@ def write_slice_call(dest, src, *, ranges, dyn_offset=None) -> tuple[Any, dict[s
     return (dest, src, start), {"ranges": ranges, "dyn_axis": axis}
 
 
-def write_slice_rejects(dest, src, start, *, ranges, dyn_axis):
+def write_slice_rejects(
+    dest: Any, src: Any, start: Any, *, ranges: Any, dyn_axis: int | None
+) -> str | None:
     """A slab that is not there."""
     return no_slab(dest, src, ranges, dyn_axis, "dyn_offset")
 
 
-def write_slice_examples():
+def write_slice_examples() -> Iterator[dict[str, Any]]:
     """A static slab; one that starts where a scalar says."""
     dest, src, ranges = example(4, 3, 5), example(2, 3, 2), ((1, 3), (0, 3), (2, 4))
     yield {"dest": dest, "src": src, "ranges": ranges, "dyn_offset": (0, 2)}
@@ -175,12 +178,14 @@ def write_slice(
 # -- write_slice_doff ----------------------------------------------------------------------
 
 
-def write_slice_doff_rejects(dest, src, offset, *, axis, ranges):
+def write_slice_doff_rejects(
+    dest: Any, src: Any, offset: Any, *, axis: Any, ranges: Any
+) -> str | None:
     """A slab that is not there."""
     return no_slab(dest, src, whole(dest, src, axis, ranges), axis, "axis")
 
 
-def write_slice_doff_examples():
+def write_slice_doff_examples() -> Iterator[dict[str, Any]]:
     """Appending to a cache; a part of the other axes."""
     yield {"dest": example(2, 5, 3), "src": example(2, 2, 3), "offset": 3, "axis": 1}
     yield {
@@ -228,7 +233,9 @@ def write_slice_doff(
 # -- write_slice_rotating ------------------------------------------------------------------
 
 
-def write_slice_rotating_rejects(dest, src, position, *, axis, modulus, ranges):
+def write_slice_rotating_rejects(
+    dest: Any, src: Any, position: Any, *, axis: Any, modulus: int, ranges: Any
+) -> str | None:
     """A slab or a ring that is not there."""
     if reason := no_slab(dest, src, whole(dest, src, axis, ranges), axis, "axis"):
         return reason
@@ -245,7 +252,7 @@ def write_slice_rotating_rejects(dest, src, position, *, axis, modulus, ranges):
     return None
 
 
-def write_slice_rotating_examples():
+def write_slice_rotating_examples() -> Iterator[dict[str, Any]]:
     """A ring of which a row stays out, written past its end; a single row."""
     yield {
         **{"dest": example(2, 6, 3), "src": example(2, 3, 3), "position": 8},

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +42,7 @@ def cumsum(x: Numbers[Array, "*shape"], *, dim: int) -> Array:
     return lax.cumsum(lifted(x), dim % x.ndim).astype(x.dtype)
 
 
-def no_row(x, *, dim: int) -> str | None:
+def no_row(x: Any, *, dim: int) -> str | None:
     """Another axis than the last, or no floats, or too few of them."""
     if not is_float(x):
         return f"{x.dtype.name} is summed one by one"
@@ -56,7 +57,7 @@ def cumsum_in_blocks(x: Array, *, dim: int) -> Array:
     return running_sum(lifted(x)).astype(x.dtype)
 
 
-def is_last(x, *, dim: int) -> str | None:
+def is_last(x: Any, *, dim: int) -> str | None:
     """Steps along the last axis add single elements, and many of them lose digits."""
     if dim % x.ndim == x.ndim - 1:
         return f"axis {dim} is the last: a step would add elements far apart"

@@ -6,7 +6,7 @@ of ``x``, the result ``y`` and the tangent ``t``.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,8 @@ from ..types import Anything, Array, Floats, Mask, Numbers
 from ._normal import DENSITY, bell, normal_cdf
 
 PRECISION = Precision(float32=2e-6)
+Unary = Op[[Array], Array]
+Binary = Op[[Array, Array], Array]
 Jvp = Callable[..., Array]  # of x, the result and the tangent
 
 
@@ -73,7 +75,10 @@ def with_partials(f: Callable[..., Array], *partials: Jvp) -> Callable[..., Arra
     return core
 
 
-def unary(kind, f, formula, jvp=None, dtypes: Any = Floats, domain=(-4.03, 3.96)) -> Op:
+def unary(
+    kind: K, f: Callable[[Array], Array], formula: str, jvp: Jvp | None = None,
+    dtypes: Any = Floats, domain: tuple[float, float] = (-4.03, 3.96),
+) -> Unary:
     """Row of a function of one array."""
     core = with_jvp(f, jvp)
 
@@ -89,8 +94,9 @@ def unary(kind, f, formula, jvp=None, dtypes: Any = Floats, domain=(-4.03, 3.96)
 
 
 def binary(
-    kind, f, formula, dtypes: Any = Numbers, left=(-3.03, 2.96), right=(0.5, 4.0)
-) -> Op:
+    kind: K, f: Callable[[Array, Array], Array], formula: str, dtypes: Any = Numbers,
+    left: tuple[float, float] = (-3.03, 2.96), right: tuple[float, float] = (0.5, 4.0),
+) -> Binary:
     """Row of a function of two arrays of equal shape and dtype."""
 
     def body(a, b):
@@ -105,7 +111,7 @@ def binary(
     )
 
 
-def comparison(kind, f, formula) -> Op:
+def comparison(kind: K, f: Callable[[Array, Array], Array], formula: str) -> Binary:
     """Row of a comparison: a U8 mask."""
 
     def body(a, b):
@@ -124,7 +130,7 @@ def comparison(kind, f, formula) -> Op:
     return enter(Op(body, kind=kind, precision=PRECISION, examples=examples))
 
 
-def select_sign(x, y, t):
+def select_sign(x: Array, y: Array, t: Array) -> Array:
     """|x|′, 0 at 0."""
     return jnp.sign(x) * t
 
@@ -134,18 +140,18 @@ def saturating(x: Array, slope: Array) -> Array:
     return jnp.where(slope == 0, 0, x * slope)
 
 
-def silu_jvp(x, y, t):
+def silu_jvp(x: Array, y: Array, t: Array) -> Array:
     """σ + x·σ(1 − σ); 1 and 0 at ±inf."""
     s = lax.logistic(x)
     return t * (s + saturating(x, s * (1 - s)))
 
 
-def gelu_core(x):
+def gelu_core(x: Array) -> Array:
     """½x·erfc(−x/√2): 1 + erf would cancel below −4."""
     return 0.5 * x * lax.erfc(-x * math.sqrt(0.5))
 
 
-def gelu_jvp(x, y, t):
+def gelu_jvp(x: Array, y: Array, t: Array) -> Array:
     """Φ(x) + x·φ(x); 1 and 0 at ±inf.  XLA shares the exponential with erfc's own."""
     u = -x * math.sqrt(0.5)
     density = jnp.exp(-(u * u)) * (1 / math.sqrt(2 * math.pi))
@@ -156,12 +162,12 @@ FLAT = {"float32": 10.05, "float64": 21.15}  # e^(2u) is finite there, and 1/e^(
 TANH_SCALE, CUBE = math.sqrt(2 / math.pi), 0.044715  # Hendrycks & Gimpel 2016, arXiv:1606.08415
 
 
-def gelu_tanh_core(x):
+def gelu_tanh_core(x: Array) -> Array:
     """½x(1 + tanh u),  u = √(2/π)(x + 0.044715x³).  As x·σ(2u): 1 + tanh cancels below −3."""
     return x / (1 + jnp.exp(-2 * TANH_SCALE * (x + CUBE * (x * x * x))))
 
 
-def gelu_tanh_jvp(x, y, t):
+def gelu_tanh_jvp(x: Array, y: Array, t: Array) -> Array:
     """σ(2u) + x·σ(2u)σ(−2u)·2u′, by one exponential; 1 and 0 at ±inf.
 
     Beyond FLAT e^(−2u) would leave the range of numbers, and the slope is that at infinity.
@@ -173,14 +179,14 @@ def gelu_tanh_jvp(x, y, t):
     return t * (s + v * ((e * s) * s) * (2 * TANH_SCALE * (1 + 3 * CUBE * (v * v))))
 
 
-def remainder(a, b):
+def remainder(a: Array, b: Array) -> Array:
     """Exact, with the sign of the divisor."""
     r = lax.rem(a, b)
     wrong = (r != 0) & ((r < 0) != (b < 0))
     return jnp.where(wrong, r + b, r)
 
 
-def floored(a, b):
+def floored(a: Array, b: Array) -> Array:
     """⌊a/b⌋ of the exact quotient: 1.0/0.1 rounds to 10, and is less."""
     r = lax.rem(a, b)
     wrong = (r != 0) & ((r < 0) != (b < 0))
@@ -200,59 +206,57 @@ power = with_partials(
     lambda a, b, y, t: t * (b * power(jnp.where(b == 0, 1, a), b - 1)),  # a⁰ is 1, also at 0
     lambda a, b, y, t: t * (y * jnp.log(jnp.where((a == 0) & (b >= 0), 1, a))),
 )
-floor_mod = with_partials(
-    remainder, lambda a, b, y, t: t, lambda a, b, y, t: -floored(a, b) * t
-)
+floor_mod = with_partials(remainder, lambda a, b, y, t: t, lambda a, b, y, t: -floored(a, b) * t)
 positive = (0.1, 6.0)
 
 # fmt: off
 #                  kind                   f(x)                                         formula                                 derivative, dtypes, domain
-relu      = unary(K.ReluElementwise,      lambda x: jnp.where(x < 0, 0, x),            "max(0, x).  NaN and −0 pass.",         lambda x, y, t: jnp.where(x > 0, t, 0), Numbers)
-neg       = unary(K.NegElementwise,       jnp.negative,                                "−x.",                                  dtypes=Numbers)
-sqr       = unary(K.SqrElementwise,       lambda x: x * x,                             "x².",                                  dtypes=Numbers)
-sqrt      = unary(K.SqrtElementwise,      jnp.sqrt,                                    "√x.  NaN for x < 0; √−0 = −0.",        domain=positive)
-recip     = unary(K.RecipElementwise,     lambda x: 1 / x,                             "1 / x.  ±inf at ±0.",                  domain=positive)
-abs       = unary(K.AbsElementwise,       jnp.abs,                                     "|x|.  Its derivative at 0 is 0.",      select_sign, Numbers)
-tanh      = unary(K.TanhElementwise,      jnp.tanh,                                    "tanh x.")
-exp       = unary(K.ExpElementwise,       jnp.exp,                                     "eˣ.")
-log       = unary(K.LogElementwise,       jnp.log,                                     "ln x.  −inf at 0, NaN below.",         domain=positive)
-sin       = unary(K.SinElementwise,       jnp.sin,                                     "sin x.")
-cos       = unary(K.CosElementwise,       jnp.cos,                                     "cos x.")
-sigmoid   = unary(K.SigmoidElementwise,   lax.logistic,                                "1 / (1 + e⁻ˣ).")
-silu      = unary(K.SiluElementwise,      lambda x: x / (1 + jnp.exp(-x)),             "x / (1 + e⁻ˣ).  NaN at −inf.",         silu_jvp)
-gelu_tanh = unary(K.GeluTanhElementwise,  gelu_tanh_core,                              "½x(1 + tanh(√(2/π)(x + 0.044715x³))), its tail kept.  NaN at −inf.", gelu_tanh_jvp)
-step      = unary(K.StepElementwise,      lambda x: jnp.where(x > 0, 1, 0),            "1 where x > 0, else 0, also at NaN.  Drops the gradient.", dtypes=Numbers)
-floor     = unary(K.FloorElementwise,     jnp.floor,                                   "⌊x⌋.  Drops the gradient.")
-ceil      = unary(K.CeilElementwise,      jnp.ceil,                                    "⌈x⌉.  Drops the gradient.")
-round     = unary(K.RoundElementwise,     lambda x: lax.round(x, NEAREST_EVEN),        "Nearest integer, ties to even.  Drops the gradient.")
-sign      = unary(K.SignElementwise,      jnp.sign,                                    "−1, 0 or 1; NaN at NaN.  Drops the gradient.", dtypes=Numbers)
-erf       = unary(K.ErfElementwise,       lax.erf,                                     "2/√π ∫₀ˣ e⁻ᵗ² dt.")
-gelu      = unary(K.GeluElementwise,      gelu_core,                                   "½x(1 + erf(x/√2)), its tail kept.  NaN at −inf.", gelu_jvp)
-rsqrt     = unary(K.RsqrtElementwise,     lax.rsqrt,                                   "1 / √x.  inf at 0, NaN below.",        domain=positive)
+relu: Unary      = unary(K.ReluElementwise,      lambda x: jnp.where(x < 0, 0, x),            "max(0, x).  NaN and −0 pass.",         lambda x, y, t: jnp.where(x > 0, t, 0), Numbers)
+neg: Unary       = unary(K.NegElementwise,       jnp.negative,                                "−x.",                                  dtypes=Numbers)
+sqr: Unary       = unary(K.SqrElementwise,       lambda x: x * x,                             "x².",                                  dtypes=Numbers)
+sqrt: Unary      = unary(K.SqrtElementwise,      jnp.sqrt,                                    "√x.  NaN for x < 0; √−0 = −0.",        domain=positive)
+recip: Unary     = unary(K.RecipElementwise,     lambda x: 1 / x,                             "1 / x.  ±inf at ±0.",                  domain=positive)
+abs: Unary       = unary(K.AbsElementwise,       jnp.abs,                                     "|x|.  Its derivative at 0 is 0.",      select_sign, Numbers)
+tanh: Unary      = unary(K.TanhElementwise,      jnp.tanh,                                    "tanh x.")
+exp: Unary       = unary(K.ExpElementwise,       jnp.exp,                                     "eˣ.")
+log: Unary       = unary(K.LogElementwise,       jnp.log,                                     "ln x.  −inf at 0, NaN below.",         domain=positive)
+sin: Unary       = unary(K.SinElementwise,       jnp.sin,                                     "sin x.")
+cos: Unary       = unary(K.CosElementwise,       jnp.cos,                                     "cos x.")
+sigmoid: Unary   = unary(K.SigmoidElementwise,   lax.logistic,                                "1 / (1 + e⁻ˣ).")
+silu: Unary      = unary(K.SiluElementwise,      lambda x: x / (1 + jnp.exp(-x)),             "x / (1 + e⁻ˣ).  NaN at −inf.",         silu_jvp)
+gelu_tanh: Unary = unary(K.GeluTanhElementwise,  gelu_tanh_core,                              "½x(1 + tanh(√(2/π)(x + 0.044715x³))), its tail kept.  NaN at −inf.", gelu_tanh_jvp)
+step: Unary      = unary(K.StepElementwise,      lambda x: jnp.where(x > 0, 1, 0),            "1 where x > 0, else 0, also at NaN.  Drops the gradient.", dtypes=Numbers)
+floor: Unary     = unary(K.FloorElementwise,     jnp.floor,                                   "⌊x⌋.  Drops the gradient.")
+ceil: Unary      = unary(K.CeilElementwise,      jnp.ceil,                                    "⌈x⌉.  Drops the gradient.")
+round: Unary     = unary(K.RoundElementwise,     lambda x: lax.round(x, NEAREST_EVEN),        "Nearest integer, ties to even.  Drops the gradient.")
+sign: Unary      = unary(K.SignElementwise,      jnp.sign,                                    "−1, 0 or 1; NaN at NaN.  Drops the gradient.", dtypes=Numbers)
+erf: Unary       = unary(K.ErfElementwise,       lax.erf,                                     "2/√π ∫₀ˣ e⁻ᵗ² dt.")
+gelu: Unary      = unary(K.GeluElementwise,      gelu_core,                                   "½x(1 + erf(x/√2)), its tail kept.  NaN at −inf.", gelu_jvp)
+rsqrt: Unary     = unary(K.RsqrtElementwise,     lax.rsqrt,                                   "1 / √x.  inf at 0, NaN below.",        domain=positive)
 
 #                  kind                   f(a, b)       formula
-add     = binary(K.AddElementwise,        jnp.add,      "a + b.")
-sub     = binary(K.SubElementwise,        jnp.subtract, "a − b.")
-mul     = binary(K.MulElementwise,        jnp.multiply, "a · b.")
-div     = binary(K.DivElementwise,        quotient,     "a / b.  Integers truncate toward zero; x / 0 is −1 for them.")
-maximum = binary(K.MaximumElementwise,    jnp.maximum,  "max(a, b), NaN if either is.  A tie gives each half the gradient.")
-minimum = binary(K.MinimumElementwise,    jnp.minimum,  "min(a, b), NaN if either is.  A tie gives each half the gradient.")
-pow     = binary(K.PowElementwise,        power,        "aᵇ.  1 where b = 0; NaN where a < 0 and b is no integer.", Floats, (0.2, 3.0))
-rem     = binary(K.RemElementwise,        floor_mod,    "a − ⌊a/b⌋·b, exact, with the sign of b.  rem(1, inf) = 1; NaN for b = 0.")
+add: Binary     = binary(K.AddElementwise,        jnp.add,      "a + b.")
+sub: Binary     = binary(K.SubElementwise,        jnp.subtract, "a − b.")
+mul: Binary     = binary(K.MulElementwise,        jnp.multiply, "a · b.")
+div: Binary     = binary(K.DivElementwise,        quotient,     "a / b.  Integers truncate toward zero; x / 0 is −1 for them.")
+maximum: Binary = binary(K.MaximumElementwise,    jnp.maximum,  "max(a, b), NaN if either is.  A tie gives each half the gradient.")
+minimum: Binary = binary(K.MinimumElementwise,    jnp.minimum,  "min(a, b), NaN if either is.  A tie gives each half the gradient.")
+pow: Binary     = binary(K.PowElementwise,        power,        "aᵇ.  1 where b = 0; NaN where a < 0 and b is no integer.", Floats, (0.2, 3.0))
+rem: Binary     = binary(K.RemElementwise,        floor_mod,    "a − ⌊a/b⌋·b, exact, with the sign of b.  rem(1, inf) = 1; NaN for b = 0.")
 
-eq = comparison(K.EqualElementwise,        jnp.equal,         "a = b.  False where either is NaN.")
-ne = comparison(K.NotEqualElementwise,     jnp.not_equal,     "a ≠ b.  True where either is NaN.")
-lt = comparison(K.LessElementwise,         jnp.less,          "a < b.  False where either is NaN.")
-le = comparison(K.LessEqualElementwise,    jnp.less_equal,    "a ≤ b.  False where either is NaN.")
-gt = comparison(K.GreaterElementwise,      jnp.greater,       "a > b.  False where either is NaN.")
-ge = comparison(K.GreaterEqualElementwise, jnp.greater_equal, "a ≥ b.  False where either is NaN.")
+eq: Binary = comparison(K.EqualElementwise,        jnp.equal,         "a = b.  False where either is NaN.")
+ne: Binary = comparison(K.NotEqualElementwise,     jnp.not_equal,     "a ≠ b.  True where either is NaN.")
+lt: Binary = comparison(K.LessElementwise,         jnp.less,          "a < b.  False where either is NaN.")
+le: Binary = comparison(K.LessEqualElementwise,    jnp.less_equal,    "a ≤ b.  False where either is NaN.")
+gt: Binary = comparison(K.GreaterElementwise,      jnp.greater,       "a > b.  False where either is NaN.")
+ge: Binary = comparison(K.GreaterEqualElementwise, jnp.greater_equal, "a ≥ b.  False where either is NaN.")
 # fmt: on
 
 
 # -- gelu in float32 on the CPU ---------------------------------------------------------------
 
 
-def gelu_by_tail_jvp(x, y, t):
+def gelu_by_tail_jvp(x: Array, y: Array, t: Array) -> Array:
     """Φ(x) + x·φ(x); 1 and 0 at ±inf.  XLA shares the exponential."""
     return t * (normal_cdf(x) + saturating(x, bell(x) * DENSITY))
 
@@ -273,7 +277,7 @@ def gelu_in_float32(x: Array) -> Array:
 # -- ops of three arrays, or with parameters -------------------------------------------------
 
 
-def where_examples():
+def where_examples() -> Iterator[dict[str, Any]]:
     """Zeros, ones and another truth value."""
     cond = np.array([[0, 1, 2], [255, 0, 0]], np.uint8)
     yield {"cond": cond, "a": jax.ShapeDtypeStruct((2, 3), jnp.float32), "b": spread((2, 3), 0, 1)}
@@ -317,7 +321,7 @@ def integral(x: Any, **given: float) -> str | None:
     return None
 
 
-def affine_examples():
+def affine_examples() -> Iterator[dict[str, Any]]:
     """A scale and a shift."""
     yield {"x": spread((3, 37), -4, 4), "mul": -2.5, "add": 0.75}
 
@@ -343,7 +347,7 @@ def affine(x: Numbers[Array, "*shape"], *, mul: float, add: float) -> Numbers[Ar
     return (v * coefficient(x, "mul", mul) + coefficient(x, "add", add)).astype(x.dtype)
 
 
-def clamp_rejects(x, *, min, max):
+def clamp_rejects(x: Any, *, min: float, max: float) -> Any:
     """Bounds the wrong way round, or none."""
     if not min <= max:  # also when either is NaN
         return f"'min' is {min} and 'max' is {max}; min must not exceed max, nor be NaN. Swap them."
@@ -351,7 +355,7 @@ def clamp_rejects(x, *, min, max):
     return integral(x, **{n: b for n, b in bounds.items() if not math.isinf(b)})
 
 
-def clamp_examples():
+def clamp_examples() -> Iterator[dict[str, Any]]:
     """Bounds inside the data."""
     yield {"x": spread((3, 37), -4, 4), "min": -1.5, "max": 2.25}
 
@@ -383,14 +387,14 @@ def clamp(x: Numbers[Array, "*shape"], *, min: float, max: float) -> Numbers[Arr
     return jnp.where(inside, v, bounded).astype(x.dtype)
 
 
-def powi_rejects(x, *, exp):
+def powi_rejects(x: Any, *, exp: int) -> Any:
     """Exponents beyond I32."""
     if not -(2**31) <= exp < 2**31:
         return f"parameter 'exp' is {exp}; it must fit in I32."
     return None
 
 
-def powi_examples():
+def powi_examples() -> Iterator[dict[str, Any]]:
     """A cube, a reciprocal square, and the constant."""
     for exponent in (3, -2, 0):
         yield {"x": spread((3, 11), 0.4, 2.0), "exp": exponent}
@@ -408,4 +412,3 @@ def powi(x: Floats[Array, "*shape"], *, exp: int) -> Floats[Array, "*shape"]:
         An array like ``x``.  The gradient of x⁰ is 0 everywhere.
     """
     return lax.integer_pow(wide(x), exp).astype(x.dtype)
-

@@ -8,6 +8,7 @@ eager call the array passed is deleted, and using it raises.  Inside ``jit`` XLA
 from .._op import Op
 from ..op_kind import OpKind as K
 from ..registry import enter
+from ..types import Array
 from . import elementwise
 
 
@@ -29,28 +30,30 @@ def in_place(of: Op, kind: K) -> Op:
     return enter(op)
 
 
+InPlace = Op[[Array], Array]
+
 # fmt: off
-relu_inplace       = in_place(elementwise.relu,      K.ReluInplace)
-silu_inplace       = in_place(elementwise.silu,      K.SiluInplace)
-gelu_tanh_inplace  = in_place(elementwise.gelu_tanh, K.GeluTanhInplace)
-tanh_inplace       = in_place(elementwise.tanh,      K.TanhInplace)
-sigmoid_inplace    = in_place(elementwise.sigmoid,   K.SigmoidInplace)
-neg_inplace        = in_place(elementwise.neg,       K.NegInplace)
-abs_inplace        = in_place(elementwise.abs,       K.AbsInplace)
-sqr_inplace        = in_place(elementwise.sqr,       K.SqrInplace)
-sqrt_inplace       = in_place(elementwise.sqrt,      K.SqrtInplace)
-rsqrt_inplace      = in_place(elementwise.rsqrt,     K.RsqrtInplace)
-recip_inplace      = in_place(elementwise.recip,     K.RecipInplace)
-exp_inplace        = in_place(elementwise.exp,       K.ExpInplace)
-log_inplace        = in_place(elementwise.log,       K.LogInplace)
-sin_inplace        = in_place(elementwise.sin,       K.SinInplace)
-cos_inplace        = in_place(elementwise.cos,       K.CosInplace)
-sign_inplace       = in_place(elementwise.sign,      K.SignInplace)
-floor_inplace      = in_place(elementwise.floor,     K.FloorInplace)
-ceil_inplace       = in_place(elementwise.ceil,      K.CeilInplace)
-round_inplace      = in_place(elementwise.round,     K.RoundInplace)
-erf_inplace        = in_place(elementwise.erf,       K.ErfInplace)
-gelu_inplace       = in_place(elementwise.gelu,      K.GeluInplace)
-clamp_inplace      = in_place(elementwise.clamp,     K.ClampInplace)
-powi_inplace       = in_place(elementwise.powi,      K.PowIInplace)
+relu_inplace: InPlace       = in_place(elementwise.relu,      K.ReluInplace)
+silu_inplace: InPlace       = in_place(elementwise.silu,      K.SiluInplace)
+gelu_tanh_inplace: InPlace  = in_place(elementwise.gelu_tanh, K.GeluTanhInplace)
+tanh_inplace: InPlace       = in_place(elementwise.tanh,      K.TanhInplace)
+sigmoid_inplace: InPlace    = in_place(elementwise.sigmoid,   K.SigmoidInplace)
+neg_inplace: InPlace        = in_place(elementwise.neg,       K.NegInplace)
+abs_inplace: InPlace        = in_place(elementwise.abs,       K.AbsInplace)
+sqr_inplace: InPlace        = in_place(elementwise.sqr,       K.SqrInplace)
+sqrt_inplace: InPlace       = in_place(elementwise.sqrt,      K.SqrtInplace)
+rsqrt_inplace: InPlace      = in_place(elementwise.rsqrt,     K.RsqrtInplace)
+recip_inplace: InPlace      = in_place(elementwise.recip,     K.RecipInplace)
+exp_inplace: InPlace        = in_place(elementwise.exp,       K.ExpInplace)
+log_inplace: InPlace        = in_place(elementwise.log,       K.LogInplace)
+sin_inplace: InPlace        = in_place(elementwise.sin,       K.SinInplace)
+cos_inplace: InPlace        = in_place(elementwise.cos,       K.CosInplace)
+sign_inplace: InPlace       = in_place(elementwise.sign,      K.SignInplace)
+floor_inplace: InPlace      = in_place(elementwise.floor,     K.FloorInplace)
+ceil_inplace: InPlace       = in_place(elementwise.ceil,      K.CeilInplace)
+round_inplace: InPlace      = in_place(elementwise.round,     K.RoundInplace)
+erf_inplace: InPlace        = in_place(elementwise.erf,       K.ErfInplace)
+gelu_inplace: InPlace       = in_place(elementwise.gelu,      K.GeluInplace)
+clamp_inplace: Op[..., Array] = in_place(elementwise.clamp,     K.ClampInplace)
+powi_inplace: Op[..., Array] = in_place(elementwise.powi,      K.PowIInplace)
 # fmt: on

@@ -7,7 +7,7 @@ element.  Under ``checkify`` it is an error.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -103,17 +103,17 @@ def points_reject(operand: str, x: Any, indices: Any, dim: int) -> str | None:
     )
 
 
-def select_rejects(x, indices, *, dim: int) -> str | None:
+def select_rejects(x: Any, indices: Any, *, dim: int) -> str | None:
     """An axis that x does not have."""
     return axis_rejects("x", x, dim)
 
 
-def gather_rejects(x, indices, *, dim: int) -> str | None:
+def gather_rejects(x: Any, indices: Any, *, dim: int) -> str | None:
     """Points outside x."""
     return points_reject("x", x, indices, dim)
 
 
-def index_add_rejects(base, indices, src, *, dim: int) -> str | None:
+def index_add_rejects(base: Any, indices: Any, src: Any, *, dim: int) -> str | None:
     """Slices that are not slices of base, or not one per index."""
     if reason := axis_rejects("base", base, dim):
         return reason
@@ -127,12 +127,12 @@ def index_add_rejects(base, indices, src, *, dim: int) -> str | None:
     )
 
 
-def scatter_add_rejects(base, indices, src, *, dim: int) -> str | None:
+def scatter_add_rejects(base: Any, indices: Any, src: Any, *, dim: int) -> str | None:
     """Points outside base."""
     return points_reject("base", base, indices, dim)
 
 
-def capacity_rejects(x, *, capacity: int | None) -> str | None:
+def capacity_rejects(x: Any, *, capacity: int | None) -> str | None:
     """No capacity at all, or more elements than I32 counts."""
     if math.prod(x.shape) >= INDEXABLE:
         return f"'x' is {x.shape}; it must have fewer than {INDEXABLE} elements. Split it."
@@ -144,7 +144,7 @@ def capacity_rejects(x, *, capacity: int | None) -> str | None:
 # -- what is expected of values ------------------------------------------------------------
 
 
-def expects(x, indices, *rest, dim):
+def expects(x: Any, indices: Any, *rest: Any, dim: int) -> Any:
     """Indices into the axis."""
     return located(indices, x.shape[dim]) < x.shape[dim]
 
@@ -154,20 +154,20 @@ def expects(x, indices, *rest, dim):
 f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def select_examples():
+def select_examples() -> Iterator[dict[str, Any]]:
     """Repeats on an inner axis, the first axis in another integer type, one element."""
     yield {"x": f32(3, 7, 2), "indices": np.array([6, 0, 3, 3, 1], np.uint32), "dim": 1}
     yield {"x": f32(5, 3), "indices": np.array([4, 4], np.int8), "dim": 0}
     yield {"x": f32(1), "indices": np.array([0], np.int32), "dim": -1}
 
 
-def add_examples():
+def add_examples() -> Iterator[dict[str, Any]]:
     """As for selecting, with something to add."""
     for shape, example in zip(((3, 5, 2), (2, 3), (1,)), select_examples(), strict=True):
         yield {"base": example.pop("x"), "src": f32(*shape), **example}
 
 
-def gather_examples():
+def gather_examples() -> Iterator[dict[str, Any]]:
     """Repeats, fewer points than x has on the other axes, one element."""
     where = np.array([[3, 0, 3], [1, 1, 0]], np.uint32)
     yield {"x": f32(2, 4), "indices": where, "dim": 1}
@@ -175,13 +175,13 @@ def gather_examples():
     yield {"x": f32(1), "indices": np.array([0], np.int64), "dim": 0}
 
 
-def scatter_examples():
+def scatter_examples() -> Iterator[dict[str, Any]]:
     """As for gathering, with something to add."""
     for example in gather_examples():
         yield {"base": example.pop("x"), "src": f32(*example["indices"].shape), **example}
 
 
-def nonzero_examples():
+def nonzero_examples() -> Iterator[dict[str, Any]]:
     """Zeros of both signs among others, room to spare, too little."""
     x = np.array([[0, 1.5, -0.0], [-2, 0, 3]], np.float32)
     for capacity in (None, 9, 2):

@@ -1,6 +1,7 @@
 """Ops that move elements, or change their dtype, and compute nothing."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -72,7 +73,7 @@ def filling(x: Array, value: Number) -> Array:
 # -- dtype ---------------------------------------------------------------------------------
 
 
-def cast_rejects(x, *, dtype):
+def cast_rejects(x: Any, *, dtype: Any) -> Any:
     """Complex numbers, and dtypes that no array here has."""
     if dtype not in ANYTHING or "complex" in dtype:
         return f"parameter 'dtype' is {dtype}; it must be a float, an integer or bool."
@@ -81,7 +82,7 @@ def cast_rejects(x, *, dtype):
     return None
 
 
-def cast_examples():
+def cast_examples() -> Iterator[dict[str, Any]]:
     """To a float, to a narrow one, to integers."""
     yield {"x": example(3, 5), "dtype": "F32"}
     yield {"x": example(7), "dtype": "BF16"}
@@ -194,7 +195,7 @@ def roll(x: Anything[Array, "*shape"], *, dim: int, shift: int) -> Anything[Arra
     return lax.concatenate([tail, head], axis)
 
 
-def concat_rejects(*arrays, dim):
+def concat_rejects(*arrays: Any, dim: int) -> Any:
     """Nothing, or arrays that differ off the joined axis."""
     if not arrays:
         return "'arrays' is empty; pass one array or more."
@@ -211,7 +212,7 @@ def concat_rejects(*arrays, dim):
     return None
 
 
-def concat_examples():
+def concat_examples() -> Iterator[dict[str, Any]]:
     """Three, unequal; one alone."""
     yield {"arrays": [example(2, 3, 2), example(2, 1, 2), example(2, 4, 2)], "dim": 1}
     yield {"arrays": [example(3)], "dim": -1}
@@ -234,7 +235,7 @@ def concat(*arrays: Anything[Array, "..."], dim: int) -> Anything[Array, "..."]:
 # -- selection -----------------------------------------------------------------------------
 
 
-def triangle_examples():
+def triangle_examples() -> Iterator[dict[str, Any]]:
     """Wide and batched; tall."""
     yield {"x": example(2, 3, 5), "diagonal": -1}
     yield {"x": example(4, 2), "diagonal": 1}
@@ -285,7 +286,7 @@ def tril(
     return jnp.where(above(x, diagonal + 1), jnp.zeros((), x.dtype), x)
 
 
-def masked_fill_examples():
+def masked_fill_examples() -> Iterator[dict[str, Any]]:
     """Zeros, ones and another truth value; a scalar."""
     mask = np.array([[0, 1, 2], [255, 0, 0]], np.uint8)
     yield {"x": example(2, 3), "mask": mask, "value": -2.5}
@@ -330,7 +331,7 @@ class Placing(Op[P, R]):
         return self.decompose(*args, **kwargs)
 
 
-def copy_rejects(x, *, device):
+def copy_rejects(x: Any, *, device: Any) -> Any:
     """Something that is no place."""
     if device is None or isinstance(device, (jax.Device, Sharding)):
         return None

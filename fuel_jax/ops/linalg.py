@@ -1,5 +1,8 @@
 """The matrix product."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +15,7 @@ from ..registry import op
 from ..types import Array, Products
 
 
-def examples():
+def examples() -> Iterator[dict[str, Any]]:
     """Plain; leading axes that broadcast; a row by a matrix; bytes."""
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     yield {"a": f32(5, 7), "b": f32(7, 3)}
@@ -22,7 +25,7 @@ def examples():
     yield {"a": codes, "b": codes.T.copy()}
 
 
-def rejects(a, b) -> str | None:
+def rejects(a: Any, b: Any) -> str | None:
     """Leading axes that do not broadcast, which annotations cannot say."""
     try:
         np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -71,7 +74,7 @@ def saturated(sums: Array, dtype: np.dtype) -> Array:
 # -- kernels -------------------------------------------------------------------------------
 
 
-def not_bytes(a, b) -> str | None:
+def not_bytes(a: Any, b: Any) -> str | None:
     """Operands that are summed as they are."""
     return f"operands are {a.dtype.name}, not bytes" if is_float(a) else None
 

@@ -1,5 +1,6 @@
 """Margins around an array, and their gradient."""
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -37,7 +38,7 @@ def margins(name: str, x: Any, shape: Any, padding: Padding, mode: str) -> str |
     return None
 
 
-def pad_rejects(x, *, padding, mode, value):
+def pad_rejects(x: Any, *, padding: Padding, mode: Any, value: Number) -> Any:
     """Margins that do not fit, or a value that does not."""
     return margins("x", x, x.shape, padding, mode) or (
         misfit(x, value) if mode == "constant" else None
@@ -49,19 +50,19 @@ def inner(shape: Any, padding: Padding) -> tuple[int, ...]:
     return tuple(n - before - after for n, (before, after) in zip(shape, padding, strict=False))
 
 
-def pad_backward_rejects(upstream, *, padding, mode):
+def pad_backward_rejects(upstream: Any, *, padding: Padding, mode: Any) -> Any:
     """Margins that do not fit into the array."""
     return margins("upstream", upstream, inner(upstream.shape, padding), padding, mode)
 
 
-def pad_examples():
+def pad_examples() -> Iterator[dict[str, Any]]:
     """A constant, a reflection, a repeated edge."""
     yield {"x": example(2, 3), "padding": ((1, 0), (2, 1)), "mode": "constant", "value": -1.5}
     yield {"x": example(3, 4), "padding": ((2, 1), (0, 3)), "mode": "reflect"}
     yield {"x": example(1, 4), "padding": ((2, 0), (1, 2)), "mode": "replicate"}
 
 
-def pad_backward_examples():
+def pad_backward_examples() -> Iterator[dict[str, Any]]:
     """Margins cut off, folded back, summed."""
     for padding, mode in (
         (((2, 1), (0, 3)), "reflect"),

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -47,7 +47,7 @@ def axes_of(ndim: int, dims: Dims) -> tuple[int, ...]:
     return tuple(d % ndim for d in ((dims,) if isinstance(dims, int) else dims))
 
 
-def dims_rejects(x, *, dims: Dims) -> str | None:
+def dims_rejects(x: Any, *, dims: Dims) -> str | None:
     """Axes that x does not have, or not in ascending order."""
     for dim in (dims,) if isinstance(dims, int) else dims or ():
         if reason := no_axis("dims", dim, "x", x.ndim):
@@ -61,7 +61,7 @@ def dims_rejects(x, *, dims: Dims) -> str | None:
     )
 
 
-def mean_rejects(x, *, dims: Dims) -> str | None:
+def mean_rejects(x: Any, *, dims: Dims) -> str | None:
     """As other reductions; and a mean of no elements."""
     if reason := dims_rejects(x, dims=dims):
         return reason
@@ -73,12 +73,12 @@ def mean_rejects(x, *, dims: Dims) -> str | None:
     )
 
 
-def dim_rejects(x, *, dim: int) -> str | None:
+def dim_rejects(x: Any, *, dim: int) -> str | None:
     """An axis that x does not have."""
     return no_axis("dim", dim, "x", x.ndim)
 
 
-def arg_rejects(x, *, dim: int) -> str | None:
+def arg_rejects(x: Any, *, dim: int) -> str | None:
     """An axis that x does not have, or that holds nothing to choose from."""
     if reason := dim_rejects(x, dim=dim):
         return reason
@@ -96,7 +96,7 @@ def collapsed(shape: Sequence[int], target: Sequence[int]) -> tuple[int, ...]:
     )
 
 
-def shape_rejects(x, *, shape: Shape) -> str | None:
+def shape_rejects(x: Any, *, shape: Shape) -> str | None:
     """A target that does not broadcast to the shape of x."""
     padded = (1,) * (x.ndim - len(shape)) + shape
     if len(shape) <= x.ndim and all(m in (1, n) for n, m in zip(x.shape, padded, strict=True)):
@@ -110,19 +110,19 @@ def shape_rejects(x, *, shape: Shape) -> str | None:
 # -- examples ------------------------------------------------------------------------------
 
 
-def examples():
+def examples() -> Iterator[dict[str, Any]]:
     """Every axis, one from the end, two around a third, a leading one, and a scalar."""
     for shape, dims in (((3, 37), None), ((2, 3, 5), (0, -1)), ((4, 17), 0), ((), None)):
         yield {"x": jax.ShapeDtypeStruct(shape, jnp.float32), "dims": dims}
 
 
-def shape_examples():
+def shape_examples() -> Iterator[dict[str, Any]]:
     """One axis dropped and one kept as 1, a leading one, and all of them."""
     for shape, target in (((2, 3, 5), (3, 1)), ((4, 17), (17,)), ((3,), ())):
         yield {"x": jax.ShapeDtypeStruct(shape, jnp.float32), "shape": target}
 
 
-def arg_examples():
+def arg_examples() -> Iterator[dict[str, Any]]:
     """A row long enough for every implementation, an inner axis, a single element."""
     for shape, dim in (((2, 131), -1), ((3, 5, 2), 1), ((1,), 0)):
         yield {"x": jax.ShapeDtypeStruct(shape, jnp.float32), "dim": dim}
@@ -227,12 +227,12 @@ def in_the_way(x: Any, axes: tuple[int, ...]) -> str | None:
     return None if x.dtype.itemsize >= 4 else f"{x.dtype.name} is converted before it is summed"
 
 
-def sum_is_no_fold(x, *, dims: Dims) -> str | None:
+def sum_is_no_fold(x: Any, *, dims: Dims) -> str | None:
     """Other axes than the leading ones."""
     return in_the_way(x, axes_of(x.ndim, dims))
 
 
-def sum_to_is_no_fold(x, *, shape: Shape) -> str | None:
+def sum_to_is_no_fold(x: Any, *, shape: Shape) -> str | None:
     """Other axes than the leading ones."""
     return in_the_way(x, collapsed(x.shape, shape))
 
@@ -367,7 +367,7 @@ def argmin_dim(x: Numbers[Array, "*shape"], *, dim: int) -> Array:
     return position(x, dim % x.ndim, False)
 
 
-def is_soon_searched(x, *, dim: int) -> str | None:
+def is_soon_searched(x: Any, *, dim: int) -> str | None:
     """A short last axis, of which there is nothing to fold."""
     if dim % x.ndim < x.ndim - 1 or x.shape[dim] >= 2 * SLICES:
         return None
