@@ -198,9 +198,19 @@ def test_choice(name, m, k, n, dtype, reason):
             {"block_size": 2},
             "not whole words",
         ),
+        (
+            gguf.qmatmul,
+            [("float32", 256), ("uint32", 55)],
+            {"quant_type": "Q3K", "k": 256, "n": 2},
+            "did not come to an end",
+        ),
     ],
 )
-def test_what_no_tile_of_words_holds(op, arrays, params, reason):
-    shapes = [jax.ShapeDtypeStruct((4, columns), dtype) for dtype, columns in arrays]
+def test_refusals(op, arrays, params, reason):
+    flat = op is gguf.qmatmul
+    shapes = [
+        jax.ShapeDtypeStruct((columns,) if flat and dtype == "uint32" else (4, columns), dtype)
+        for dtype, columns in arrays
+    ]
     choices = op.explain(*shapes, **params).forward
     assert reason in next(c.why_not for c in choices if c.kernel.name == "triton")
