@@ -57,7 +57,8 @@ def test_every_link_and_picture_is_there():
             path = page.parent / urllib.parse.unquote(url.path) if url.path else page
             path = path / "index.html" if path.is_dir() else path
             fragment = urllib.parse.unquote(url.fragment)
-            known = links(path.resolve()).anchors if path.is_file() else set()
+            is_page = path.is_file() and path.suffix == ".html"
+            known = links(path.resolve()).anchors if is_page else set()
             if not path.is_file() or (fragment not in ("", "__skip") and fragment not in known):
                 broken.append((str(page.relative_to(SITE)), target))
     assert broken == []
