@@ -39,7 +39,7 @@ def sent(program: str) -> dict[str, int]:
 
 def collectives(program: Any, *arrays: Any) -> dict[str, int]:
     """The same of a function, compiled for arrays that are laid out so."""
-    return sent(jax.jit(program).lower(*arrays).compile().as_text())
+    return sent(jax.jit(program).lower(*arrays).compile().as_text() or "")
 
 
 def predicted(rule: Rule, split: Split, mesh: Any, results: Sequence[Any]) -> int:

@@ -33,10 +33,9 @@ class Step(NamedTuple):
         """The layout of one array; first products by columns, second ones by rows."""
         if self.split == "data":
             return P()
-        columns, rows = P(None, None, AXIS), P(None, AXIS)
-        return dict.fromkeys(("q", "k", "v", "gate", "up"), columns).get(
-            name, rows if name in ("out", "down") else P()
-        )
+        if name in ("q", "k", "v", "gate", "up"):
+            return P(None, None, AXIS)
+        return P(None, AXIS) if name in ("out", "down") else P()
 
     def tokens(self) -> P:
         """The layout of the batch."""
@@ -101,5 +100,5 @@ def measured(case: Step, mesh: Mesh, tiny: bool) -> dict[str, Any]:
     row = {"kernel": "ops", "one_us": times["one"]["us"], **times["all"], "tokens": config.tokens}
     row |= {"efficiency": times["one"]["us"] / times["all"]["us"] / mesh.size, "losses": losses}
     row |= {"sending_us": sending, "hidden": hidden, "busy_us": busy, "error": error}
-    moved = sent(every.step.as_text())  # that of a loop, once
+    moved = sent(every.step.as_text() or "")  # that of a loop, once
     return row | {"one_bytes": one.bytes, "bytes": every.bytes, "sent": moved}

@@ -208,7 +208,7 @@ def held(case: Split, mesh: Mesh, programs: dict[str, Any]) -> list[dict[str, An
     for way in ("jit", "shard_map"):
         got = programs[way](*jax.device_put(operands(case), layouts(case, mesh)))
         error = _check.excess(jax.device_get(got), wanted, case.op.precision.tolerance)
-        moved = sent(programs[way].as_text())
+        moved = sent(programs[way].as_text() or "")
         kept = set(moved) <= {"all-reduce"} and sum(moved.values()) <= most and error <= TWICE
         row = {"way": way, "kernel": case.kernel.name, "rule": str(case.rule), "error": error}
         rows.append(row | {"sent": moved, "promised_bytes": promised, "kept": kept})
@@ -265,8 +265,10 @@ def measured(
     for case in cases:
         if not isinstance(case, Split):
             try:
-                scales = mesh_step.measured if isinstance(case, Step) else spread.measured
-                row = scales(case, mesh, tiny)
+                if isinstance(case, Step):
+                    row = mesh_step.measured(case, mesh, tiny)
+                else:
+                    row = spread.measured(case, mesh, tiny)
             except Exception as failure:
                 row = {"failed": reason(failure)}
             yield case, {"case": case.name} | row

@@ -166,7 +166,7 @@ def program(f: Callable[..., Any], sets: Sequence[Any], join: int) -> Program:
         jax.block_until_ready(results)
         return (time.perf_counter() - start) / max(1, n // join) / join
 
-    return Program(burst, lambda: made(groups[0])[0], size, sent(made.as_text()))
+    return Program(burst, lambda: made(groups[0])[0], size, sent(made.as_text() or ""))
 
 
 def measured(case: Scaling, mesh: Mesh, tiny: bool) -> dict[str, Any]:
