@@ -226,12 +226,30 @@ class Span(NamedTuple):
         cls, some: tuple[Any, Any], every: tuple[Any, Any], size: int, before: bool, after: bool
     ) -> Span:
         """Blocks of a size, of what some and what all see, from … to, that not included."""
-        low, high, start, end = (jnp.maximum(x, 0) for x in (*some, *every))
-        first = low // size
-        last = jnp.maximum((high + size - 1) // size, first)
-        whole = jnp.clip((start + size - 1) // size, first, last) if before else first
-        edge = jnp.clip(end // size, whole, last) if after else last
+        low, high, start, end = (jnp.maximum(x, jnp.int32(0)) for x in (*some, *every))
+        down = lambda x: lax.div(x, jnp.int32(size))
+        up = lambda x: down(x + (size - 1))
+        within = lambda x, low, high: jnp.minimum(jnp.maximum(x, low), high)
+        first = down(low)
+        last = jnp.maximum(up(high), first)
+        whole = within(up(start), first, last) if before else first
+        edge = within(down(end), whole, last) if after else last
         return cls(first, whole, edge, last, before, after)
+
+    @classmethod
+    def seen(
+        cls, low: Any, high: Any, length: Any, sk: int, size: int, rules: Rules, ragged: bool
+    ) -> Span:
+        """Of keys, seen from positions ``low`` to ``high``; ``ragged``: lengths differ."""
+        some, every = [0, length], [0, length]
+        if rules.left is not None:
+            some[0], every[0] = low - rules.left, high - rules.left
+        if rules.right is not None:
+            some[1] = jnp.minimum(length, high + rules.right + 1)
+            every[1] = jnp.minimum(length, low + rules.right + 1)
+        before = rules.left is not None
+        after = ragged or rules.right is not None or sk % size != 0
+        return cls.of(tuple(some), tuple(every), size, before, after)
 
     def part(self, i: Any, parts: int) -> Span:
         """One of so many parts."""
@@ -277,15 +295,7 @@ class Rows(NamedTuple):
         else:
             at, low = index + shift, start + shift
             high = jnp.minimum(low + tile.rows, length) - 1
-        some, every = [0, length], [0, length]
-        if rules.left is not None:
-            some[0], every[0] = low - rules.left, high - rules.left
-        if rules.right is not None:
-            some[1] = jnp.minimum(length, high + rules.right + 1)
-            every[1] = jnp.minimum(length, low + rules.right + 1)
-        before = rules.left is not None
-        after = ragged or rules.right is not None or sizes.sk % tile.keys != 0
-        span = Span.of(tuple(some), tuple(every), tile.keys, before, after)
+        span = Span.seen(low, high, length, sizes.sk, tile.keys, rules, ragged)
         return cls(index, at, slopes_of(slopes, head, index, sizes), span)
 
 

@@ -31,6 +31,40 @@ def triton() -> Any:
     return triton
 
 
+@functools.cache
+def mosaic() -> Any:
+    """The backend for Hopper, or None."""
+    try:
+        from jax.experimental.pallas import mosaic_gpu
+    except ImportError:
+        return None
+    return mosaic_gpu
+
+
+def not_hopper() -> str | None:
+    """Why there are no warpgroups here, or None: of the mesh that is lowered for, or of this GPU.
+
+    Programs for them do not run on the generations before and after.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    named = getattr(mesh, "abstract_device", None)
+    kind = kind_of_gpu() if named is None else named.device_kind
+    if mosaic() is None:
+        return f"JAX {jax.__version__} has no Mosaic backend for Pallas"
+    if not any(name in kind for name in ("H100", "H200", "H800", "H20", "GH200")):
+        return f"it is written for Hopper GPUs, and here is {kind}"
+    return None
+
+
+@functools.cache
+def kind_of_gpu() -> str:
+    """The name of the first GPU."""
+    try:
+        return jax.devices("cuda")[0].device_kind
+    except RuntimeError:
+        return "none"
+
+
 def unavailable(*arrays: Any) -> str | None:
     """Why no kernel can be launched on such arrays, or None."""
     if triton() is None:
@@ -83,6 +117,55 @@ def launch(
         interpret=interpret,
         name=f"fuel_{name}",
     )
+
+
+def warpgroups(
+    kernel: Callable[..., None],
+    name: str,
+    *,
+    out: Sequence[Any],
+    grid: dict[str, int],
+    groups: int,
+) -> Callable[..., Any]:
+    """``kernel`` over a grid of programs of some groups of 128 threads, on Hopper.
+
+    Args:
+        kernel: takes references to the operands, then to the results; None for those that are.
+        name: as profiles show it, after ``fuel_``.
+        out: shape and dtype of each result, or None.
+        grid: number of programs along each named axis; the last one varies fastest.
+        groups: of a program, along the axis ``group``.
+    """
+
+    def run(*operands: Any) -> tuple[Any, ...]:
+        every = (*operands, *out)
+
+        def traced(*refs: Any) -> None:
+            rest = iter(refs)
+            with INTERPRETED(True):  # Mosaic knows the plain spellings
+                kernel(*(None if x is None else next(rest) for x in every))
+
+        traced.__name__ = f"fuel_{name}"  # Mosaic has no other place for it
+        results = mosaic().kernel(
+            traced,
+            out_type=[x for x in out if x is not None],
+            grid=tuple(grid.values()),
+            grid_names=tuple(grid),
+            num_threads=groups,
+            thread_name="group",
+            compiler_params=mosaic().CompilerParams(approx_math=True),
+        )(*(x for x in operands if x is not None))
+        rest = iter(results)
+        return tuple(None if x is None else next(rest) for x in out)
+
+    return run
+
+
+def dynamic_slice(start: Any, size: int) -> Any:
+    """An index: so many elements from one on."""
+    from jax.experimental import pallas
+
+    return pallas.ds(start, size)
 
 
 def program_id(axis: int) -> jax.Array:

@@ -125,7 +125,7 @@ def mend_kernel(*refs: Any, width: int, **task: Any) -> None:
     *operands, _, lse_ref, spoiled_ref, o_ref = refs
     its = Task.of(operands, **task)
 
-    def mend() -> None:
+    def again() -> None:
         level = base_of(numbers(lse_ref, its.at, its.rows.number, jnp.inf))[:, None]
 
         def over(j: Any, o: jax.Array) -> jax.Array:
@@ -140,7 +140,7 @@ def mend_kernel(*refs: Any, width: int, **task: Any) -> None:
             lax.fori_loop(its.span.first, its.span.last, over, start),
         )
 
-    lax.cond(spoiled_ref[(*its.at, program_id(0))] > 0, mend, lambda: None)
+    lax.cond(spoiled_ref[(*its.at, program_id(0))] > 0, again, lambda: None)
 
 
 def attend(
@@ -185,22 +185,39 @@ def attend(
         like(q, of_rows, jnp.float32),
         like(q, (*of_rows[:-1], n), jnp.int32) if leaks else None,
     )
-    width = power_of_two(max(v.shape[-1], LEAST_WIDTH))
-    task = {"sizes": sizes, "tile": tile, "rules": rules, "parts": parts, "width": width}
-    how: dict[str, Any] = {"grid": (n, sizes.heads, sizes.b * parts), "warps": tile.warps}
+    task = {"sizes": sizes, "tile": tile, "rules": rules, "parts": parts, "width": width_of(v)}
+    how = {"grid": (n, sizes.heads, sizes.b * parts), "warps": tile.warps}
     how |= {"stages": tile.stages, "interpret": interpret}
     operands = (sizes.by_rows(q), k, v, slopes, lengths, table)
     run = functools.partial(attend_kernel, **task, leaks=leaks)
     o, lse, spoiled = launch(run, "attention", out=results, **how)(*operands)
     if leaks:
-        run = functools.partial(mend_kernel, **task)
-        place = sum(x is not None for x in operands)
-        o = launch(run, "attention_mend", out=results[0], aliases={place: 0}, **how)(
-            *operands, o, lse, spoiled
-        )
+        o = mended(operands, o, lse, spoiled, task=task, how=how)
     if parts > 1:
         o, lse = combined(o, lse)
     return o.reshape(*q.shape[:3], -1).astype(q.dtype), lse.reshape(q.shape[:3])
+
+
+def width_of(v: jax.Array) -> int:
+    """Columns of the block of a result."""
+    return power_of_two(max(v.shape[-1], LEAST_WIDTH))
+
+
+def mended(
+    operands: Sequence[Any],
+    o: jax.Array,
+    lse: jax.Array,
+    spoiled: jax.Array,
+    *,
+    task: dict[str, Any],
+    how: dict[str, Any],
+) -> jax.Array:
+    """``o`` without what hidden values did to it: blocks of rows that are ``spoiled`` anew."""
+    place = sum(x is not None for x in operands)
+    run = functools.partial(mend_kernel, **task)
+    return launch(run, "attention_mend", out=like(o), aliases={place: 0}, **how)(
+        *operands, o, lse, spoiled
+    )
 
 
 def combined(o: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -29,7 +29,7 @@ KEYS = {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 64, 8, 1)
 QUERIES = {64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)}
 
 
-def by_width(tiles: dict[int, Tile], width: int) -> Tile:
+def by_width(tiles: dict[int, Any], width: int) -> Any:
     """The tile for heads of a width."""
     return next(tile for most, tile in tiles.items() if width <= most)
 

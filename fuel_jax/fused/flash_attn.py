@@ -17,6 +17,7 @@ from ..types import Array, Floats, Indices, Wide
 from . import (
     _attention as maths,
     _attention_chunked as chunked,
+    _attention_hopper as hopper,
     _attention_triton as triton,
     _attention_written as written,
 )
@@ -401,6 +402,8 @@ def by_flash_attn(i: int):
     return run
 
 
+hopper_only: dict[str, Any] = {"refuses": hopper.refuses, "declines": hopper.declines}
+flash_attn.kernel("mosaic", platforms=("cuda",), **hopper_only)(hopper.forward)
 flash_attn.kernel("triton", platforms=("cuda",), refuses=triton.refuses)(triton.forward)
 flash_attn_backward.kernel("triton", platforms=("cuda",), refuses=triton.refuses)(triton.backward)
 # On the CPU chunks pay sooner, but not in the gradient: at [8, 256, 64] they take 1.25 of the time.

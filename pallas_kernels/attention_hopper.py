@@ -1,0 +1,300 @@
+"""Attention in one pass over the keys on Hopper's own units, compiled by Mosaic.
+
+grid      blocks of rows × heads × sequences, rows fastest: neighbours read the same keys
+bound by  tensor cores, two products of each score
+
+Two groups of four warps have 64 rows each; a third one copies keys and values for both.  A block's
+softmax runs under the products of the next block's scores and of the block before with its values.
+
+Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._attention import Rules, Sizes, Span, Tile, length_of, level_of, scored
+from ._launch import LOG2_E, cdiv, dynamic_slice, exp2, like, mosaic, warpgroups
+from .attention import LN_2, mended, width_of
+
+GROUPS = 2  # that compute; one more copies
+REGISTERS = 240, 24  # of a thread that computes, and of one that copies
+
+
+class Copies(NamedTuple):
+    """Blocks of keys or values on their way: memory, and who waits for whom."""
+
+    blocks: Any
+    ready: Any
+    free: Any
+
+    def start(self, source: Any, at: tuple[Any, ...], slot: Any) -> None:
+        """Fetch a block; what is beyond the end is 0."""
+        target, ready = self.blocks.at[slot], self.ready.at[slot]
+        mosaic().copy_gmem_to_smem(source.at[at], target, ready)
+
+    def wait(self, slot: Any) -> Any:
+        """The block, once it is there."""
+        mosaic().barrier_wait(self.ready.at[slot])
+        return self.blocks.at[slot]
+
+    def release(self, slot: Any) -> None:
+        """Done with it."""
+        mosaic().barrier_arrive(self.free.at[slot])
+
+    def replace(self, source: Any, at: tuple[Any, ...], slot: Any) -> None:
+        """Fetch another one when both groups are done with that."""
+        mosaic().barrier_wait(self.free.at[slot])
+        self.start(source, at, slot)
+
+
+class Scratch(NamedTuple):
+    """What a program has on the chip."""
+
+    rows: Any  # queries, later the result
+    numbers: Any  # two a row: log-sum-exp, and NaN where the result is not finite
+    arrived: Any
+    keys: Copies
+    values: Copies
+
+
+def with_scratch(run: Callable[[Scratch], None], q_ref: Any, tile: Tile) -> None:
+    """Run with memory and barriers that the groups share."""
+    from jax.experimental import pallas
+
+    gpu, width = mosaic(), q_ref.shape[-1]
+    transforms = gpu.TilingTransform((8, 64)), gpu.SwizzleTransform(128)
+    matrices = lambda *shape: gpu.SMEM((*shape, width), q_ref.dtype, transforms=transforms)
+    barriers = lambda arrivals, n: gpu.Barrier(num_arrivals=arrivals, num_barriers=n)
+    blocks = (
+        matrices(tile.stages, tile.keys),
+        barriers(1, tile.stages),
+        barriers(GROUPS, tile.stages),
+    )
+    pallas.run_scoped(
+        lambda rows, numbers, arrived, k, v: run(
+            Scratch(rows, numbers, arrived, Copies(*k), Copies(*v))
+        ),
+        matrices(GROUPS, tile.rows),
+        gpu.SMEM((GROUPS, 2, tile.rows), jnp.float32),
+        barriers(1, GROUPS),
+        blocks,
+        blocks,
+        collective_axes="group",
+    )
+
+
+class State(NamedTuple):
+    """Of a group's rows: weights not yet multiplied, running maximum and sums."""
+
+    o: jax.Array
+    weights: jax.Array
+    top: jax.Array
+    total: jax.Array
+
+
+class Group(NamedTuple):
+    """The rows of a group of warps."""
+
+    me: Any
+    position: Any  # of its first row among the keys
+    slope: Any
+    length: Any
+    scratch: Scratch
+    rules: Rules
+    tile: Tile
+
+    def over_keys(self, x: jax.Array, width: int) -> jax.Array:
+        """One number a row, along the row."""
+        return lax.broadcast_in_dim(x, (self.tile.rows, width), [0])
+
+    def scores(self, into: Any, keys: Any) -> None:
+        """Start q kᵀ."""
+        mosaic().wgmma(into, self.scratch.rows.at[self.me], keys.transpose((1, 0)))
+
+    def weigh(self, s: jax.Array, j: Any, top: jax.Array, masked: bool) -> tuple[jax.Array, ...]:
+        """Weights of block ``j``, what the older ones shrink by, and the new maximum."""
+        gpu, shape = mosaic(), s.shape
+        index = lambda axis: gpu.broadcasted_iota(jnp.int32, shape, axis, layout=gpu.Layout.WGMMA)
+        at, key = index(0) + self.position, index(1) + j * self.tile.keys
+        x = scored(s, at, key, self.slope, self.length, self.rules, masked)
+        new = jnp.maximum(top, jnp.max(x.s, axis=1) * x.unit)
+        level = level_of(new) if masked else new
+        return x.weights(self.over_keys(level, shape[1])), exp2(top - level), new
+
+    def start(self, j: Any, masked: bool) -> State:
+        """The first block's weights."""
+        from jax.experimental import pallas
+
+        gpu, tile, scratch = mosaic(), self.tile, self.scratch
+        keys = scratch.keys.wait(0)
+
+        def scores(into: Any) -> jax.Array:
+            self.scores(into, keys)
+            return into[...]
+
+        s = pallas.run_scoped(scores, gpu.ACC((tile.rows, tile.keys), jnp.float32))
+        scratch.keys.release(0)
+        by_row = gpu.Layout.WGMMA.reduce(1)
+        none = gpu.layout_cast(jnp.full(tile.rows, -jnp.inf, jnp.float32), by_row)
+        p, _, top = self.weigh(s, j, none, masked)
+        width = scratch.values.blocks.shape[-1]
+        o = gpu.layout_cast(jnp.zeros((tile.rows, width), jnp.float32), gpu.Layout.WGMMA)
+        return State(o, p.astype(scratch.rows.dtype), top, jnp.sum(p, axis=1))
+
+    def step(self, j: Any, slot: Any, before: Any, state: State, masked: bool) -> State:
+        """The scores of block ``j`` and their weights, while those of the block before work."""
+        from jax.experimental import pallas
+
+        gpu, tile, scratch = mosaic(), self.tile, self.scratch
+        keys, values = scratch.keys.wait(slot), scratch.values.blocks.at[before]
+
+        def both(scores: Any, result: Any) -> State:
+            result[...] = state.o
+            self.scores(scores, keys)
+            gpu.wgmma(result, state.weights, values)
+            s = gpu.wgmma_accumulator_load(scores, wait_n=1)
+            scratch.keys.release(slot)
+            p, keep, top = self.weigh(s, j, state.top, masked)
+            total = state.total * keep + jnp.sum(p, axis=1)
+            # Weights are in float32 until the product is done: its halves lie where new ones go.
+            # The compiler moves nothing across a loop, and to wait is one: the softmax stays above.
+            p, keep, top, total = lax.optimization_barrier((p, keep, top, total))
+            scratch.values.wait(slot)
+            o = gpu.wgmma_accumulator_load(result, wait_n=0)
+            scratch.values.release(before)
+            o = o * self.over_keys(keep, o.shape[1])
+            return State(o, p.astype(scratch.rows.dtype), top, total)
+
+        shapes = ((tile.rows, tile.keys), state.o.shape)
+        return pallas.run_scoped(both, *(gpu.ACC(shape, jnp.float32) for shape in shapes))
+
+    def finish(self, state: State, slot: Any) -> tuple[jax.Array, jax.Array]:
+        """The result and its log-sum-exp."""
+        from jax.experimental import pallas
+
+        gpu, values = mosaic(), self.scratch.values.blocks.at[slot]
+        last = lambda result: gpu.wgmma(result, state.weights, values)
+        o = pallas.run_state(last)(gpu.ACC.init(state.o))
+        divisor = jnp.where(state.total == 0, 1.0, state.total)
+        o = o * self.over_keys(1 / divisor, o.shape[1])
+        return o, state.top * LN_2 + jnp.log(divisor)
+
+
+def attend_kernel(*refs: Any, sizes: Sizes, tile: Tile, rules: Rules) -> None:
+    """Two groups of a program compute, one copies."""
+    q_ref, k_ref, v_ref, slopes, lengths, o_ref, lse_ref, spoiled_ref = refs
+    gpu, per_program = mosaic(), GROUPS * tile.rows
+    sequence, head, i, me = (lax.axis_index(x) for x in ("sequence", "head", "rows", "group"))
+    start = (cdiv(sizes.sq, per_program) - 1 - i) * per_program  # under causality the last do most
+    length, valid = length_of(lengths, sequence, sizes)
+    low = start + length - sizes.sq
+    high = jnp.minimum(low + per_program, length) - 1
+    span = Span.seen(low, high, length, sizes.sk, tile.keys, rules, lengths is not None)
+    # A first block is always met, though nobody see it.
+    first = jnp.minimum(span.first, (sizes.sk - 1) // tile.keys)
+    whole, edge, last = (jnp.maximum(x, first + 1) for x in (span.whole, span.edge, span.last))
+    span = span._replace(first=first + 1, whole=whole, edge=edge, last=last)
+    slot_of = lambda j: lax.rem(j - first, jnp.int32(tile.stages))
+
+    def compute(scratch: Scratch) -> None:
+        gpu.set_max_registers(REGISTERS[0], action="increase")
+        mine, numbers = scratch.rows.at[me], scratch.numbers.at[me]
+        at = (sequence, head, dynamic_slice(start + me * tile.rows, tile.rows))
+        gpu.copy_gmem_to_smem(q_ref.at[at], mine, scratch.arrived.at[me])
+        gpu.barrier_wait(scratch.arrived.at[me])
+        slope = None if slopes is None else slopes[head].astype(jnp.float32) * LOG2_E
+        group = Group(me, low + me * tile.rows, slope, length, scratch, rules, tile)
+
+        def over(masked: bool) -> Callable[[Any, State], State]:
+            return lambda j, state: group.step(j, slot_of(j), slot_of(j - 1), state, masked)
+
+        state = group.start(first, span.before or span.after)
+        state = span.over(over, state)
+        o, lse = group.finish(state, slot_of(span.last - 1))
+        if valid is not None:
+            wrong = jnp.where(valid, 0.0, jnp.nan)
+            o, lse = o + wrong, lse + wrong
+        mine[...] = o.astype(mine.dtype)
+        numbers.at[0][...] = lse
+        if spoiled_ref is not None:
+            numbers.at[1][...] = jnp.sum(o - o, axis=1)  # 0 for what is finite, else NaN
+        gpu.commit_smem()
+        gpu.copy_smem_to_gmem(mine, o_ref.at[at])
+        gpu.copy_smem_to_gmem(numbers.at[0], lse_ref.at[at])
+        if spoiled_ref is not None:
+            gpu.copy_smem_to_gmem(numbers.at[1], spoiled_ref.at[at])
+        gpu.wait_smem_to_gmem(0)
+
+    def copy(scratch: Scratch) -> None:
+        gpu.set_max_registers(REGISTERS[1], action="decrease")
+        both = (scratch.keys, k_ref), (scratch.values, v_ref)
+        key_head = lax.div(head, jnp.int32(sizes.group))
+        at = lambda j: (sequence, key_head, dynamic_slice(j * tile.keys, tile.keys))
+
+        def begin(t: int) -> None:
+            for copies, ref in both:
+                copies.start(ref, at(first + t), t)
+
+        def go_on(j: Any, _: None) -> None:
+            for copies, ref in both:
+                copies.replace(ref, at(j), slot_of(j))
+
+        for t in range(tile.stages):
+            lax.cond(first + t < span.last, functools.partial(begin, t), lambda: None)
+        lax.fori_loop(first + tile.stages, span.last, go_on, None)
+
+    def run(scratch: Scratch) -> None:
+        lax.cond(me < GROUPS, lambda: compute(scratch), lambda: copy(scratch))
+
+    with_scratch(run, q_ref, tile)
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    slopes: jax.Array | None,
+    lengths: jax.Array | None,
+    *,
+    rules: Rules,
+    tile: Tile,
+    mending: Tile,
+) -> tuple[jax.Array, jax.Array]:
+    """What :func:`.attention.attend` computes, for heads whose width is a multiple of 64.
+
+    Values are as wide as keys.  ``tile.rows`` is 64, a group's; ``mending`` is the tile of
+    :func:`.attention.mended`, which minds what hidden values must not touch.
+    """
+    sizes = Sizes.of(q, k)
+    n = cdiv(sizes.sq, GROUPS * tile.rows)
+    leaks = rules.left is not None or rules.right is not None or lengths is not None
+    numbers = like(q, (sizes.b, sizes.h, n * GROUPS * tile.rows), jnp.float32)
+    run = functools.partial(attend_kernel, sizes=sizes, tile=tile, rules=rules)
+    operands = q, k, v, slopes, lengths
+    o, lse, spoiled = warpgroups(
+        run,
+        "attention_hopper",
+        out=(like(q), numbers, numbers if leaks else None),
+        grid={"sequence": sizes.b, "head": sizes.h, "rows": n},
+        groups=GROUPS + 1,
+    )(*operands)
+    lse = lse[:, :, : sizes.sq]
+    if leaks:
+        blocks = cdiv(sizes.sq, mending.rows)
+        spoiled = jnp.isnan(spoiled[:, :, : sizes.sq])
+        spoiled = jnp.pad(spoiled, ((0, 0), (0, 0), (0, blocks * mending.rows - sizes.sq)))
+        spoiled = spoiled.reshape(sizes.b, sizes.h, blocks, mending.rows).any(-1)
+        task = {"sizes": sizes, "tile": mending, "rules": rules, "parts": 1}
+        how = {"grid": (blocks, sizes.h, sizes.b), "warps": mending.warps}
+        how |= {"stages": mending.stages, "interpret": False}
+        task |= {"width": width_of(v)}
+        every = (*operands, None)  # no pages
+        o = mended(every, o, lse, spoiled.astype(jnp.int32), task=task, how=how)
+    return o, lse
