@@ -35,6 +35,15 @@ def q4_0_matmul(a, words, *, quant_type, k, n):
     return a @ (q * d[..., None]).reshape(n, k).T
 
 
+def q8_0_matmul(a, words, *, quant_type, k, n):
+    """Dequantise Q8_0 blocks, then multiply."""
+    raw = lax.bitcast_convert_type(words, jnp.uint8).reshape(-1)[: n * k // 32 * 34]
+    blocks = raw.reshape(n, k // 32, 34)
+    d = lax.bitcast_convert_type(blocks[..., :2], jnp.float16).astype(jnp.float32)
+    q = lax.bitcast_convert_type(blocks[..., 2:], jnp.int8).astype(jnp.float32)
+    return a @ (q * d[..., None]).reshape(n, k).T
+
+
 def q4_k_matmul(a, words, *, quant_type, k, n):
     """Dequantise Q4_K super-blocks, then multiply."""
     raw = lax.bitcast_convert_type(words, jnp.uint8).reshape(-1)[: n * k // 256 * 144]
@@ -75,6 +84,8 @@ MANY = [(128, 1024, 1024), (7, 512, 1000)]
 QUANTISED: dict[str, Row] = {
     "qmatmul Q4_0 M1": Row(q4_0_matmul, [quantised("Q4_0", *shape) for shape in DECODE], torch=1.0),
     "qmatmul Q4_0": Row(q4_0_matmul, [quantised("Q4_0", *shape) for shape in MANY]),
+    "qmatmul Q8_0 M1": Row(q8_0_matmul, [quantised("Q8_0", *shape) for shape in DECODE]),
+    "qmatmul Q8_0": Row(q8_0_matmul, [quantised("Q8_0", *shape) for shape in MANY]),
     "qmatmul Q4K M1": Row(q4_k_matmul, [quantised("Q4K", *shape) for shape in DECODE], torch=1.0),
     "qmatmul Q4K": Row(q4_k_matmul, [quantised("Q4K", *shape) for shape in MANY]),
     "nf4_matmul M1": Row(nf4_matmul, [nf4(*shape) for shape in DECODE], at=(0,), torch=1.0),

@@ -20,7 +20,7 @@ from .timing import TORCH
 
 OPS = {op.name: op for op in builtin()}
 DTYPES = {"f32": "float32", "f16": "float16", "u32": "uint32", "u8": "uint8"}
-HALVES = {"Q4_0": (0,), "Q4K": (0, 2)}  # where a block keeps its scales
+HALVES = {"Q4_0": (0,), "Q8_0": (0,), "Q4K": (0, 2), "Q5K": (0, 2)}  # where a block has scales
 
 
 class Program(NamedTuple):
