@@ -123,19 +123,20 @@ def run_profile(given: Sequence[str]) -> int:
         parser.error("--op, --dtype and --out belong to the default suite; name cases instead")
     # PyTorch's memory comes from the same card; JAX would take most of it beforehand.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    suite: Any
+    runner: Any
     if asked.suite == "several":
-        from .judge.several import chosen, profile
+        from .judge import several as runner, several as suite
     elif asked.suite == "train-step":
-        from .judge.train_step import chosen, profile
+        from .judge import train_step as runner, train_step as suite
     else:
-        from .judge.h200 import chosen
-        from .judge.profile import profile
+        from .judge import h200 as suite, profile as runner
 
-    cases = chosen(asked.case)
+    cases = suite.chosen(asked.case)
     if asked.list:
         print("\n".join(case.name for case in cases))
         return 0
-    return profile(cases, asked.rows, asked.tiny)
+    return runner.profile(cases, asked.rows, asked.tiny)
 
 
 def profile_ops(asked: argparse.Namespace) -> int:

@@ -144,6 +144,7 @@ class Group(NamedTuple):
         by_row = gpu.Layout.WGMMA.reduce(1)
         none = gpu.layout_cast(jnp.full(tile.rows, -jnp.inf, jnp.float32), by_row)
         p, _, top = self.weigh(s, j, none, masked)
+        scratch.values.wait(0)
         width = scratch.values.blocks.shape[-1]
         o = gpu.layout_cast(jnp.zeros((tile.rows, width), jnp.float32), gpu.Layout.WGMMA)
         return State(o, p.astype(scratch.rows.dtype), top, jnp.sum(p, axis=1))

@@ -13,6 +13,7 @@ Dao & Gu 2024, arXiv:2405.21060.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -61,29 +62,19 @@ def declines(x: Any, *rest: Any, **params: Any) -> str | None:
 def causal(scores: Block, x: Block, y: Block) -> Block:
     """scores · x + y, where what is not finite in x or scores reaches no step before its own.
 
-    0 times that is NaN.  A block without such, and that is any in practice, is one product.
+    0 times that is NaN.
     """
-    past, limit = precedes(x.shape[0]), np.float32(np.inf)
-    fine = lambda v: jnp.abs(v.astype(jnp.float32)) < limit
-    scores = jnp.where(past, scores, 0)
-    magnitude = jnp.abs(x.astype(jnp.float32))
-    all_fine = jnp.max(jnp.where(magnitude < limit, 0, 1)) == 0
-
-    def spread() -> Block:
-        bad = jnp.where(fine(x), 0, 1).astype(jnp.bfloat16)
-        reached = dot(jnp.where(past, 1, 0).astype(jnp.bfloat16), bad, (1, 0))
-        clean = jnp.where(fine(x), x, jnp.zeros_like(x))
-        total = product(pieces(scores), pieces(clean), (1, 0), y)
-        return jnp.where(reached > 0, jnp.nan, total)
-
-    return lax.cond(all_fine, lambda: product(pieces(scores), pieces(x), (1, 0), y), spread)
+    past, fine = precedes(x.shape[0]), jnp.abs(x.astype(jnp.float32)) < np.float32(np.inf)
+    bad, ones = jnp.where(fine, 0.0, 1.0), jnp.where(past, 1.0, 0.0)
+    reached = dot(ones.astype(jnp.bfloat16), bad.astype(jnp.bfloat16), (1, 0))
+    clean = jnp.where(fine, x, jnp.zeros_like(x))
+    total = product(pieces(jnp.where(past, scores, 0)), pieces(clean), (1, 0), y)
+    return jnp.where(reached > 0, jnp.nan, total)
 
 
-def scan_kernel(*refs: Any, tile: Tile, guarded: bool = True) -> None:
-    """One head, or some columns of it, a block of steps after another."""
-    x_ref, *sums_refs, b_ref, c_ref = refs[:6]
-    *initial, y_ref, last_ref = refs[6:]
-    here = Head.of(x_ref, b_ref, tile.width)
+def steps_of(refs: Sequence[Any], here: Head, y_ref: Any, tile: Tile, product_of: Any) -> Any:
+    """From block to block: its outputs written, the state after it; of x, sums, b and c."""
+    x_ref, *sums_refs, b_ref, c_ref = refs
 
     def step(j, h):
         t = j * tile.steps + counted(tile.steps)
@@ -93,14 +84,34 @@ def scan_kernel(*refs: Any, tile: Tile, guarded: bool = True) -> None:
         decay = Decay.read(sums_refs, here.row, here.head, j, tile.steps)
         scores = dot(c, b, (1, 1)) * (decay.between() * decay.dt[None, :])
         y = product(pieces(c), pieces(h), (1, 0)) * decay.kept[:, None]
-        y = causal(scores, x, y) if guarded else product(pieces(scores), pieces(x), (1, 0), y)
         at, mask = here.channels(y_ref, t)
-        write(y_ref, at, y, mask)
+        write(y_ref, at, product_of(scores, x, y), mask)
         fed = x.astype(jnp.float32) * (decay.dt * decay.rest)[:, None]
         return product(pieces(b), pieces(fed, FED), (0, 0), h * decay.whole)
 
-    h = loop(cdiv(x_ref.shape[1], tile.steps), step, here.first(initial[0] if initial else None))
+    return step
+
+
+def scan_kernel(*refs: Any, tile: Tile) -> None:
+    """One head, or some columns of it, a block of steps after another."""
+    *initial, y_ref, last_ref = refs[6:]
+    here = Head.of(refs[0], refs[4], tile.width)
+    plain = lambda scores, x, y: product(pieces(scores), pieces(x), (1, 0), y)
+    step = steps_of(refs[:6], here, y_ref, tile, plain)
+    blocks = cdiv(refs[0].shape[1], tile.steps)
+    h = loop(blocks, step, here.first(initial[0] if initial else None))
     write(last_ref, here.at_state, h, here.mask)
+
+
+def mend_kernel(*refs: Any, tile: Tile) -> None:
+    """The outputs again, if the last state is not finite: it never is, if any operand was not."""
+    last_ref, _, *initial, y_ref = refs[6:]
+    here = Head.of(refs[0], refs[4], tile.width)
+    last = jnp.abs(here.first(last_ref))
+    spoilt = jnp.max(jnp.where(last < np.float32(np.inf), 0, 1))
+    blocks = spoilt.astype(jnp.int32) * cdiv(refs[0].shape[1], tile.steps)
+    step = steps_of(refs[:6], here, y_ref, tile, causal)
+    lax.fori_loop(np.int32(0), blocks, step, here.first(initial[0] if initial else None))
 
 
 def scan(
@@ -114,7 +125,6 @@ def scan(
     chunk_size: int = 64,
     interpret: bool = False,
     tile: Tile = FORWARD,
-    guarded: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """The outputs, and the state after the last step, ``[batch, h, p, n]`` in float32.
 
@@ -131,12 +141,17 @@ def scan(
     """
     batch, _, heads, p = x.shape
     tile = tile._replace(width=min(tile.width, block_of(p)))
-    return launch(
-        functools.partial(scan_kernel, tile=tile, guarded=guarded),
+    how: dict[str, Any] = {"grid": (heads * cdiv(p, tile.width), batch), "interpret": interpret}
+    how |= {"warps": tile.warps, "stages": tile.stages}
+    operands = (x, *sums(dt, a, tile.steps, interpret), b, c)
+    y, last = launch(
+        functools.partial(scan_kernel, tile=tile),
         "ssd_scan",
         out=(like(x), like(x, (batch, heads, p, b.shape[-1]), jnp.float32)),
-        grid=(heads * cdiv(p, tile.width), batch),
-        warps=tile.warps,
-        stages=tile.stages,
-        interpret=interpret,
-    )(x, *sums(dt, a, tile.steps, interpret), b, c, *given(initial_state))
+        **how,
+    )(*operands, *given(initial_state))
+    mend = functools.partial(mend_kernel, tile=tile)
+    y = launch(mend, "ssd_mend", out=like(x), aliases={7: 0}, **how)(
+        *operands, last, y, *given(initial_state)
+    )
+    return y, last

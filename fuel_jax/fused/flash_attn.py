@@ -407,13 +407,9 @@ flash_attn.kernel("mosaic", platforms=("cuda",), **hopper_only)(hopper.forward)
 flash_attn.kernel("triton", platforms=("cuda",), refuses=triton.refuses)(triton.forward)
 flash_attn_backward.kernel("triton", platforms=("cuda",), refuses=triton.refuses)(triton.backward)
 # On the CPU chunks pay sooner, but not in the gradient: at [8, 256, 64] they take 1.25 of the time.
-flash_attn.kernel(
-    "chunked_cpu",
-    platforms=("cpu",),
-    refuses=chunked.refuses,
-    declines=chunked.declines_on_cpu,
-)(chunked.forward)
-limits: dict[str, Any] = {"refuses": chunked.refuses, "declines": chunked.declines}
+limits: dict[str, Any] = {"refuses": chunked.refuses, "declines": chunked.declines_on_cpu}
+flash_attn.kernel("chunked_cpu", platforms=("cpu",), **limits)(chunked.forward)
+limits |= {"declines": chunked.declines}
 flash_attn.kernel("chunked", **limits)(chunked.forward)
 flash_attn_backward.kernel("chunked", **limits)(chunked.backward)
 flash_attn_backward_q.kernel("flash_attn", declines=chunked.declines)(by_flash_attn(0))
