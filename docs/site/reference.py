@@ -234,7 +234,7 @@ def on_cpu(name: str) -> Iterator[str]:
     last = {
         (r["op"], r["direction"], str(r["arrays"]), str(r["params"])): r
         for r in read("cpu.jsonl")
-        if r.get("op") == name  # some rows are of importing, and of what a call costs beside its op
+        if r.get("op") == name and "arrays" in r  # others are of importing and of a call's own cost
     }
     if not last:
         return
