@@ -104,10 +104,11 @@ def run_profile(given: Sequence[str]) -> int:
     parser.add_argument("--tiny", action="store_true", help="small shapes only: to try it out")
     parser.add_argument(
         "--suite",
-        choices=["default", "h200", "several", "train-step"],
+        choices=["default", "h200", "several", "train-step", "decode"],
         default="default",
         help="h200: cases beside XLA, cuDNN and PyTorch; several: all devices beside one, what is "
-        "sent and how it scales; train-step: a decoder's training step in several ways.  "
+        "sent and how it scales; train-step: a decoder's training step in several ways; "
+        "decode: tokens a second in halves and in four bits.  "
         "All exit with 1 if ours failed",
     )
     parser.add_argument(
@@ -129,6 +130,8 @@ def run_profile(given: Sequence[str]) -> int:
         from .judge import several as runner, several as suite
     elif asked.suite == "train-step":
         from .judge import train_step as runner, train_step as suite
+    elif asked.suite == "decode":
+        from .judge import decode as runner, decode as suite
     else:
         from .judge import h200 as suite, profile as runner
 

@@ -167,7 +167,9 @@ def kind(name: str) -> str:
         return "cuDNN attention"
     if re.search(r"gemm|nvjet|xmma|cutlass|cublas", name):
         return "products"
-    return re.sub(r"[_.]*\d+", "", name).strip("_") or name
+    name = name.replace("(anonymous namespace)::", "").removeprefix("void ")
+    plain = name.partition("<")[0]  # what a template is of says nothing here
+    return re.sub(r"[_.]*\d+", "", plain).strip("_") or plain
 
 
 def lines(row: dict[str, Any]) -> list[str]:

@@ -179,13 +179,15 @@ def train_step() -> str:
         if "tiny" not in row:
             said = {k: row[k] for k in (*WHERE, "case", "tokens")}
             ways = {"ops": row} if "us" in row else {}
-            found += [said | got | {"way": way} for way, got in (ways | row["peers"]).items()]
+            base = {"base": row["peers"]["cuDNN"]} if "cuDNN" in row["peers"] else {}
+            ways |= row["peers"]
+            found += [said | base | got | {"way": way} for way, got in ways.items()]
     rows = latest(found, "device", "case", "way")
     first = {(r["device"], r["case"]): r for r in rows if r["way"] == "cuDNN"}
     rows.sort(key=lambda row: (row["device"], row["case"], row["us"]))
 
     def cells(row: Line) -> list[str]:
-        base = first.get((row["device"], row["case"]), {})
+        base = row.get("base") or first.get((row["device"], row["case"]), {})  # its own run's
         of = lambda a, b: number(a / b if base else None)
         total = sum(row["kernels_us"].values())
         parts = [f"{kind} {us / total:.0%}" for kind, us in row["kernels_us"].items()]

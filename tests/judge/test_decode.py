@@ -1,0 +1,38 @@
+"""``profile --suite decode``, on a model that a CPU runs at once."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fuel_jax.__main__ import main
+from fuel_jax.judge import decode
+
+
+@pytest.fixture(autouse=True)
+def as_users_run_it():
+    """The suite is stricter than the settings a measurement is for."""
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.parametrize("form", ["NF4", "Q4K"])
+def test_a_packed_weight_multiplies_as_its_unpacked_one(form):
+    w = decode.weight(form, 256, 48, jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (3, 256)).astype("bfloat16")
+    whole = jnp.eye(256, dtype="float32") @ w  # exact: one code in each sum
+    got, wanted = np.float32(x @ w), np.matmul(np.float32(x), np.float32(whole))
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=2**-7 * np.abs(wanted).max())
+
+
+def test_a_row_says_what_was_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "FORMS", ("bfloat16", "NF4"))
+    file = tmp_path / "rows.jsonl"
+    arguments = ["profile", "--suite", "decode", "--tiny", "--rows", str(file)]
+    assert main([*arguments, "llama 8B B1 context 1024"]) == 0
+    (row,) = map(json.loads, file.read_text().splitlines())
+    assert row["suite"] == "decode"
+    assert row["us"] > 0
+    assert row["weight_bytes"] < row["peers"]["bfloat16"]["weight_bytes"]
