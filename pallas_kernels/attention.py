@@ -52,6 +52,7 @@ class Task(NamedTuple):
     """What a program of the forward pass works on."""
 
     at: tuple[Any, ...]  # its place among the results
+    number: Any  # of its block of rows
     rows: Rows
     span: Span
     met: Callable[[Any, bool], tuple[Score, jax.Array]]  # scores and values of a block of keys
@@ -85,7 +86,7 @@ class Task(NamedTuple):
 
         at = (sequence, head) if parts == 1 else (part, sequence, head)
         span = rows.keys if parts == 1 else rows.keys.part(part, parts)
-        return cls(at, rows, span, met, valid)
+        return cls(at, i, rows, span, met, valid)
 
 
 def attend_kernel(*refs: Any, width: int, leaks: bool, **task: Any) -> None:
@@ -113,7 +114,7 @@ def attend_kernel(*refs: Any, width: int, leaks: bool, **task: Any) -> None:
     if leaks:
         # To mend it in this kernel would take registers from the loop: it took four times as long.
         spoiled = jnp.max(jnp.max(jnp.where(is_finite(o), 0, 1), axis=1), axis=0)
-        spoiled_ref[(*its.at, program_id(0))] = spoiled
+        spoiled_ref[(*its.at, its.number)] = spoiled
     if its.valid is not None:
         o, lse = jnp.where(its.valid, o, jnp.nan), jnp.where(its.valid, lse, jnp.nan)
     put(o_ref, its.at, its.rows.number, o)
@@ -140,7 +141,7 @@ def mend_kernel(*refs: Any, width: int, **task: Any) -> None:
             lax.fori_loop(its.span.first, its.span.last, over, start),
         )
 
-    lax.cond(spoiled_ref[(*its.at, program_id(0))] > 0, again, lambda: None)
+    lax.cond(spoiled_ref[(*its.at, its.number)] > 0, again, lambda: None)
 
 
 def attend(

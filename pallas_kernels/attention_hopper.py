@@ -219,13 +219,13 @@ def attend_kernel(*refs: Any, sizes: Sizes, tile: Tile, rules: Rules) -> None:
         state = group.start(first, span.before or span.after)
         state = span.over(over, state)
         o, lse = group.finish(state, slot_of(span.last - 1))
+        if spoiled_ref is not None:
+            numbers.at[1][...] = jnp.sum(o - o, axis=1)  # 0 for what is finite, else NaN
         if valid is not None:
             wrong = jnp.where(valid, 0.0, jnp.nan)
             o, lse = o + wrong, lse + wrong
         mine[...] = o.astype(mine.dtype)
         numbers.at[0][...] = lse
-        if spoiled_ref is not None:
-            numbers.at[1][...] = jnp.sum(o - o, axis=1)  # 0 for what is finite, else NaN
         gpu.commit_smem()
         gpu.copy_smem_to_gmem(mine, o_ref.at[at])
         gpu.copy_smem_to_gmem(numbers.at[0], lse_ref.at[at])

@@ -82,6 +82,17 @@ def test_attention_lowers(q, k, dv, options, dtype):
         assert f"fuel_{part}" in text
 
 
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, EVERY], ids=["plain", "everything"])
+def test_hoppers_attention_lowers(width, options):
+    q, k = (jax.ShapeDtypeStruct((2, h, 504, width), "bfloat16") for h in (4, 2))
+    alibi, k_len = jax.ShapeDtypeStruct((4,), "bfloat16"), jax.ShapeDtypeStruct((2,), "int32")
+    f = functools.partial(fuel_jax.flash_attn.using("mosaic"), **options)
+    text = lowered(f, q, k, k, *((alibi, k_len) if options else ()))
+    assert "fuel_attention_hopper" in text
+    assert ("fuel_attention_mend" in text) == bool(options)
+
+
 def test_paged_attention_lowers():
     q, pages = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((64, 32, 1, 128), (9999, 16, 8, 128)))
     table, lens = (jax.ShapeDtypeStruct(s, "uint32") for s in ((64, 256), (64,)))

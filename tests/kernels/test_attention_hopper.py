@@ -1,0 +1,95 @@
+"""Hopper's kernel on a simulated multiprocessor, against float64, and lowered for a real one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fuel_jax.fused import _attention_hopper as hopper, _attention_triton as triton
+from fuel_jax.fused.flash_attn import flash_attn
+from pallas_kernels import attention_hopper
+from pallas_kernels._attention import Tile
+
+from .hopper import simulated
+from .test_attention import OPTIONS, draw, error, exactly, half_a_unit
+
+TILES = {"tile": Tile(64, 64, 8, 2), "mending": Tile(32, 32, 1, 1)}
+CASES = {
+    "more blocks than slots": ((1, 1, 1, 136, 328), {}),
+    "causal, shared keys": ((1, 2, 1, 200, 200), {"causal": True}),
+    "more queries than keys": ((1, 1, 1, 256, 72), {"causal": True}),
+    "windows": ((1, 1, 1, 136, 264), {"window_size_left": 70, "window_size_right": 3}),
+    "soft cap and slopes": ((1, 2, 2, 64, 192), {"causal": True, "softcap": 2.0}),
+    "lengths": ((3, 1, 1, 64, 192), {"causal": True}),
+}
+
+
+def operands(name, dtype="bfloat16", width=64):
+    (b, h, hk, sq, sk), options = CASES[name]
+    q, k, v = draw(sk, dtype, (b, h, sq, width), (b, hk, sk, width), (b, hk, sk, width))
+    slopes = jnp.asarray(np.linspace(0.1, 0.3, h), dtype) if name.endswith("slopes") else None
+    lengths = jnp.asarray([192, 0, 100], "int32") if name == "lengths" else None
+    return (q, k, v, slopes, lengths), OPTIONS | options
+
+
+def attend(monkeypatch, q, k, v, slopes, lengths, **params):
+    rules = triton.rules_of(q, k.shape[2], **params)
+    with simulated(monkeypatch) as run:
+        return run(q, k, v, slopes, lengths, rules=rules, **TILES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_float64(monkeypatch, name):
+    arrays, params = operands(name)
+    o, lse = attend(monkeypatch, *arrays, **params)
+    want, want_lse = exactly(flash_attn, *arrays, **params, return_lse=True)
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
+    np.testing.assert_allclose(lse, want_lse, rtol=2e-6, atol=2e-6)
+    v = np.asarray(arrays[2], np.float64)
+    assert error(o, want) < 2 * half_a_unit("bfloat16", want) + half_a_unit("bfloat16", v) / 2
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_hidden_values_stay_hidden(monkeypatch, value):
+    (q, k, v, *rest), params = operands("causal, shared keys")
+    v = v.at[0, 0, 150].set(value)
+    o, _ = attend(monkeypatch, q, k, v, *rest, **params)
+    o = np.asarray(o, np.float32)
+    assert np.isfinite(o[:, :, :150]).all()
+    assert not np.isfinite(o[:, :, 150:]).any()
+
+
+def test_no_number_of_keys(monkeypatch):
+    (q, k, v, *_), params = operands("lengths")
+    o, lse = attend(monkeypatch, q, k, v, None, jnp.asarray([192, -1, 5], "int32"), **params)
+    assert np.isnan(np.asarray(o[1], np.float32)).all()
+    assert np.isnan(lse[1]).all()
+    assert np.isfinite(np.asarray(o[::2], np.float32)).all()
+
+
+def test_a_missed_phase_is_found(monkeypatch):
+    """That the simulation fails a kernel that waits once too seldom."""
+    from . import hopper as simulation
+
+    monkeypatch.setattr(simulation, "PATIENCE", 0.5)
+    wait = attention_hopper.Copies.wait
+    forget = lambda self, slot: self.blocks.at[0] if type(slot) is int else wait(self, slot)
+    monkeypatch.setattr(attention_hopper.Copies, "wait", forget)
+    arrays, params = operands("more blocks than slots")
+    with pytest.raises(AssertionError):
+        attend(monkeypatch, *arrays, **params)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dv", "reason"),
+    [
+        ((1, 2, 512, 96), 96, "wide, not 96"),
+        ((1, 2, 512, 128), 64, "not 128 and 64"),
+        ((1, 2, 500, 64), 64, "rows are copied by the eight"),
+        ((1, 2, 512, 64), 64, "written for Hopper GPUs"),
+    ],
+)
+def test_what_it_does_not_take(shape, dv, reason):
+    q = jax.ShapeDtypeStruct(shape, "bfloat16")
+    v = jax.ShapeDtypeStruct((*shape[:-1], dv), "bfloat16")
+    assert reason in hopper.refuses(q, q, v)
