@@ -39,7 +39,7 @@ from ._rows import counted
 
 MOST_TAPS = 16
 MOST_CHOSEN = 4
-SHORTEST = 512  # steps of a row
+SHORTEST = 1024  # steps of a row: of 512 it takes 37 µs and XLA 29, of 1024 50 and 59
 
 
 class Tile(NamedTuple):
