@@ -115,17 +115,20 @@ def _(reader: Reader, eqn: Equation, given: list[View]) -> Any:
             term, labels = element(reader.terms, (term, labels), d, at)
         place = kept(rank, [d])
         return reader.seen((term, tuple(place[i] for i in labels)), shape)
-    if dims.offset_dims or any(n != 1 for n in eqn.params["slice_sizes"]):
+    taken = {*dims.collapsed_slice_dims, *dims.operand_batching_dims}
+    whole = [d for d in range(rank) if d not in taken]  # JAX takes axes of one element whole
+    if any(n != 1 for n in (*eqn.params["slice_sizes"], *(x.shape[d] for d in whole))):
         return None
-    columns = [index.at(range(len(index.shape)))]
+    places = [i for i in range(len(shape)) if i not in dims.offset_dims]
+    columns = [index.at([*places, len(shape)])]
     if index.term.op == "columns":
-        _, labels = index.at(range(len(index.shape)))
+        _, labels = columns[0]
         columns = [(t, tuple(labels[i] for i in at)) for t, at in index.term.args]
     if len(columns) != len(dims.collapsed_slice_dims):
         return None
-    names: dict[int, Label] = dict(
-        zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True)
-    )
+    names: dict[int, Label] = dict(zip(whole, dims.offset_dims, strict=True))
+    for d, i in zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True):
+        names[d] = places[i]
     chosen = []
     for d, (term, at) in zip(dims.collapsed_slice_dims, columns, strict=True):
         if term.op == "iota" and term.params == x.shape[d]:

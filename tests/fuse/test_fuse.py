@@ -144,6 +144,21 @@ def test_float64_losses_are_not_rounded():
     assert fuse(loss)(wide, labels) == pytest.approx(float(loss(wide, labels)), rel=1e-14)
 
 
+@pytest.mark.parametrize("lead", [(1, 4), (4, 1), (1,), (1, 1)])
+def test_axes_of_one_element_hide_no_loss(lead):
+    """JAX picks along such axes by other dimension numbers."""
+    x = np.random.default_rng(1).normal(size=(*lead, 7)).astype("float32")
+    labels = jnp.arange(len(x.reshape(-1, 7))).reshape(lead) % 7
+
+    def loss(x, y):
+        return -jnp.take_along_axis(jax.nn.log_softmax(x), y[..., None], -1).mean()
+
+    assert ops(loss, x, labels) == ["fused_softmax_cross_entropy"]
+    np.testing.assert_allclose(
+        jax.grad(fuse(loss))(x, labels), jax.grad(loss)(x, labels), atol=1e-6
+    )
+
+
 def test_halves_that_the_op_widens_itself_are_not_widened_before():
     half, labels = X.astype("bfloat16"), jnp.array([0, 3, 5, 1])
 
