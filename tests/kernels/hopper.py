@@ -153,7 +153,7 @@ def run_scoped(run, *what, collective_axes=None):
 def run_state(run):
     def final(sums):
         run(sums)
-        return sums[...]
+        return jax.tree.map(lambda x: x[...], sums)
 
     return final
 
@@ -196,6 +196,12 @@ def cond(yes, then, otherwise):
     return then() if yes else otherwise()
 
 
+def fori_loop(low, high, body, carry):
+    for i in range(int(low), int(high)):
+        carry = body(jnp.int32(i), carry)
+    return carry
+
+
 def warpgroups(kernel, name, *, out, grid, groups):
     """Every program of the grid, one after another; its groups at once."""
 
@@ -230,7 +236,8 @@ def warpgroups(kernel, name, *, out, grid, groups):
 @contextlib.contextmanager
 def simulated(monkeypatch):
     """Attention's kernel for Hopper runs here."""
-    names = vars(jax.lax) | {"axis_index": lambda name: jnp.int32(here.place[name]), "cond": cond}
+    names = vars(jax.lax) | {"cond": cond, "fori_loop": fori_loop}
+    names |= {"axis_index": lambda name: jnp.int32(here.place[name])}
     mended = attention_hopper.mended
 
     def mend(*args, how, **rest):
