@@ -17,10 +17,11 @@ import training
 STEPS, MESH = 3, "data=2,model=2,sequence=2"
 TEXT = training.python_documentation()
 SMALL = model.Config(len(TEXT.characters), width=16, layers=1, hidden=24, context=8)
-training.SEQUENCE, training.BATCH = SMALL.context, 4
+SHORT = {"SEQUENCE": SMALL.context, "BATCH": 4}  # of the module ``training``
 
 
 def main():
+    vars(training).update(SHORT)
     process, count, port = map(int, sys.argv[1:4])
     checkpoints, *dies_at = sys.argv[4:]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

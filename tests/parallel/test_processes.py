@@ -10,6 +10,7 @@ import time
 import jax
 import many_devices
 import pytest
+import training
 
 from . import steps
 
@@ -61,7 +62,9 @@ def from_step(first, curve):
 
 @pytest.fixture(scope="module")
 def curve():
-    with jax.numpy_dtype_promotion("standard"):
+    with jax.numpy_dtype_promotion("standard"), pytest.MonkeyPatch.context() as short:
+        for name, value in steps.SHORT.items():
+            short.setattr(training, name, value)
         return list(many_devices.on_one_device(steps.SMALL, steps.TEXT, steps.STEPS))
 
 
