@@ -24,13 +24,7 @@ PROGRAMS = {  # what XLA may fold into the subtraction of the maximum
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_finite_rows_sum_to_one_under_jit(program, draw):
-    factors = (
-        0.3,
-        1 / 3,
-        0.088388346,
-        123.4,
-        -0.7,
-    )  # constants of one program
+    factors = 0.3, 1 / 3, 0.088388346, 123.4, -0.7  # of one program
     rows = lambda x, b: [PROGRAMS[program](x, c, b) for c in factors]
     f = compiled(lambda x, b: [softmax_last_dim(y) for y in rows(x, b)])
     for shape in ((3, 64), (1, 5)):
