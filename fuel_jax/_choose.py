@@ -19,7 +19,10 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
+from pallas_kernels._tiles import Tiles
+
 from ._notebook import html_table
+from ._tuned import Chosen, chosen
 from .errors import UnsupportedKernel
 
 Reason = Callable[..., str | None]
@@ -51,7 +54,8 @@ class Kernel:
     ``refuses`` and ``declines`` get the operands as ``ShapeDtypeStruct`` (or None) and the static
     parameters.  They return None, or the reason as a sentence fragment: ``refuses`` for what the
     kernel cannot do, ``declines`` for what it could do and another does better.  A pin overrules
-    ``declines`` only.
+    ``declines`` only.  ``tiles``, of the same arguments, says how the kernel may be cut for a call;
+    it then takes the setting that was chosen as ``tile``.
     """
 
     name: str
@@ -60,6 +64,7 @@ class Kernel:
     refuses: Reason = never
     declines: Reason = never
     caps: KernelCaps = field(default_factory=KernelCaps)
+    tiles: Callable[..., Tiles] | None = None
 
     @functools.cached_property
     def interpretable(self) -> bool:
@@ -85,13 +90,15 @@ class Choice:
     serves: tuple[str, ...] = ()  # "default" stands for every platform not named before
     why_not: str | None = None
     measured: str | None = None  # what measurements say of it, where they decided
+    tile: Chosen | None = None  # how it is cut, where it can be cut in several ways
 
     @property
     def says(self) -> str:
         """Where it serves, or why nowhere."""
         where = ", ".join("every platform left" if p == "default" else p for p in self.serves)
         where = "every platform" if self.serves == ("default",) else where
-        serves = "; ".join([f"serves {where}", *([self.measured] if self.measured else [])])
+        told = [str(told) for told in (self.tile, self.measured) if told]
+        serves = "; ".join([f"serves {where}", *told])
         return serves if where else str(self.why_not)
 
     def __str__(self) -> str:
@@ -147,7 +154,18 @@ def decide(
     pinned = any(kernel.name == pin for kernel in kernels)
     choices = by_rule(kernels, pin if pinned else None, avals, params)
     report = MEASURED.value
-    return choices if pinned or report is None else by_report(report, op, choices, avals, params)
+    if report is not None and not pinned:
+        choices = by_report(report, op, choices, avals, params)
+    return [tiled(op, choice, avals, params) for choice in choices]
+
+
+def tiled(op: str, choice: Choice, avals: Sequence[Any], params: dict[str, Any]) -> Choice:
+    """The choice with how its kernel is cut, if it serves and can be cut in several ways."""
+    kernel = choice.kernel
+    if kernel.tiles is None or not choice.serves:
+        return choice
+    asked = op, kernel.name, kernel.platforms, kernel.tiles
+    return replace(choice, tile=chosen(*asked, avals, params))
 
 
 def by_rule(
@@ -225,7 +243,8 @@ def choose(
     """
     branches: dict[str, Callable[..., Any]] = {}
     for choice in decide(op, kernels, pin, avals, params):
-        kernel, run = choice.kernel, functools.partial(choice.kernel.run, **params)
+        cut = {"tile": choice.tile.tile} if choice.tile else {}
+        kernel, run = choice.kernel, functools.partial(choice.kernel.run, **params, **cut)
         split: Callable[..., Any] = lambda run: run
         if over_devices is not None and kernel is not kernels[-1]:
             split = over_devices

@@ -7,6 +7,7 @@ refuses with that sentence, and the ops go on in plain ``jax.numpy``.
 """
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,9 +47,7 @@ def not_hopper() -> str | None:
 
     Programs for them do not run on the generations before and after.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    named = getattr(mesh, "abstract_device", None)
-    kind = kind_of_gpu() if named is None else named.device_kind
+    kind = lowered_for()
     if mosaic() is None:
         return f"JAX {jax.__version__} has no Mosaic backend for Pallas"
     if not any(name in kind for name in ("H100", "H200", "H800", "H20", "GH200")):
@@ -56,9 +55,17 @@ def not_hopper() -> str | None:
     return None
 
 
+def lowered_for() -> str:
+    """The name of the GPU that a program is for: of the mesh it is lowered for, or of this one."""
+    named = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return kind_of_gpu() if named is None else named.device_kind
+
+
 @functools.cache
 def kind_of_gpu() -> str:
-    """The name of the first GPU."""
+    """The name of the first GPU.  Where there is no driver for one, no device is opened to see."""
+    if not os.path.exists("/dev/nvidiactl"):
+        return "none"
     try:
         return jax.devices("cuda")[0].device_kind
     except RuntimeError:

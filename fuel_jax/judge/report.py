@@ -17,20 +17,15 @@ from __future__ import annotations
 import json
 import math
 import os
-import pathlib
 import re
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .._choose import describe
-from ..errors import FileError
+from .._json_file import dumps, named, number, opened, save, text
 
 MAJOR, MINOR = 1, 0
-MOST_BYTES = 64 * 2**20  # of a file: some hundred thousand entries
-DEEPEST = 40  # of what is nested in it: a report has 6 levels
-NAME = re.compile(r"[A-Za-z_][\w.-]{0,99}")
 OPERAND = re.compile(r"([a-z]\w{1,20})\[((?:\d{1,15}(?:,\d{1,15}){0,15})?)\]")
 SAME = ("platform", "device", "processor", "jax")  # what a machine must share to go on with a file
 
@@ -148,42 +143,15 @@ class ProfileReport:
             FileError: it is no report, is damaged, or comes from a newer major version.
             OSError: it cannot be opened.
         """
-        document = parsed(path)
-        version = document.get("version")
-        said = re.fullmatch(r"(\d{1,6})\.(\d{1,6})", version) if isinstance(version, str) else None
-        if said is None:
-            raise damaged(path, f"'version' is {version!r:.50}, wanted '{MAJOR}.{MINOR}'")
-        if int(said[1]) > MAJOR:
-            raise FileError(
-                f"{path}: a profile report of version {said[0]}; this fuel_jax reads {MAJOR}.x. "
-                "Install a newer fuel_jax, or name another file."
-            )
-        for name, kind in (("machine", dict), ("entries", list)):
-            if not isinstance(document.get(name), kind):
-                raise damaged(path, f"{name!r} is missing or not a {kind.__name__}")
-        return cls({}, document)
+        return cls({}, opened(path, "profile report", MAJOR, "entries"))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file in one step: whoever reads it sees the old one or the new one."""
-        path = pathlib.Path(path).resolve()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        try:
-            with open(partial, "w", encoding="utf-8") as file:
-                file.write(self.dumps())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        save(path, self.dumps())
 
     def dumps(self) -> str:
         """The file's text: an entry a line."""
-        head = {n: v for n, v in self.document.items() if n != "entries"}
-        dump = lambda value: json.dumps(value, allow_nan=False, ensure_ascii=False)
-        lines = [f"{dump(n)}: {dump(v)}" for n, v in head.items()]
-        rows = ",\n".join(map(dump, self._raw))
-        return "{" + ",\n ".join([*lines, f'"entries": [\n{rows}\n]']) + "}\n"
+        return dumps(self.document, "entries")
 
     def continues(self, machine: dict[str, Any]) -> bool:
         """Whether ``machine`` is one whose measurements belong here."""
@@ -199,61 +167,6 @@ class ProfileReport:
         return html_tables(self)
 
 
-def parsed(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The JSON object of a file."""
-    status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):
-        raise FileError(f"{path}: not a file. Name a profile report.")
-    if status.st_size > MOST_BYTES:
-        raise FileError(
-            f"{path}: {status.st_size} bytes, and a profile report has at most {MOST_BYTES}. "
-            "Name another file."
-        )
-    try:
-        document = json.loads(
-            pathlib.Path(path).read_bytes(), parse_constant=finite, parse_float=finite
-        )
-    except RecursionError:
-        document = None
-    except ValueError as error:  # not JSON, not UTF-8, or a number of absurd length
-        raise damaged(path, str(error)[:200]) from None
-    if document is None or is_deep(document):
-        raise damaged(path, "it is nested too deeply, or null")
-    if not isinstance(document, dict):
-        raise damaged(path, f"it holds a {type(document).__name__}, wanted an object")
-    return document
-
-
-def is_deep(value: Any, left: int = DEEPEST) -> bool:
-    """Whether more levels are nested in it than are left."""
-    held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return not left or any(is_deep(v, left - 1) for v in held)
-
-
-def damaged(path: Any, why: str) -> FileError:
-    """The error for a file that is no report."""
-    return FileError(
-        f"{path}: damaged, or no profile report: {why}. It was left as it is; "
-        "name another file, or move this one away to measure anew."
-    )
-
-
-def finite(digits: str) -> float:
-    """A number of the file."""
-    if not math.isfinite(value := float(digits)):
-        raise ValueError(f"{digits[:20]} is not a number of JSON's")
-    return value
-
-
-def number(value: Any, zero: bool = False) -> float:
-    """A positive number, or at least no negative one."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e30:
-        raise ValueError
-    if not (value or zero):
-        raise ValueError
-    return float(value)
-
-
 def timing(given: dict[str, Any]) -> Timing:
     """How a kernel did."""
     us, least, most = (number(given[name]) for name in ("us", "least_us", "most_us"))
@@ -261,25 +174,11 @@ def timing(given: dict[str, Any]) -> Timing:
     return Timing(us, least, most, error, text(given.get("revision", "")))
 
 
-def named(value: Any) -> str:
-    """A name of an op, kernel or parameter."""
-    if not NAME.fullmatch(value):
-        raise ValueError
-    return value
-
-
 def described(value: Any) -> str:
     """An operand."""
     if not OPERAND.fullmatch(value):
         raise ValueError
     return value
-
-
-def text(value: Any) -> str:
-    """A short text, of one line and printable."""
-    if not isinstance(value, str):
-        raise ValueError
-    return "".join(c if c.isprintable() else " " for c in value[:300])
 
 
 # -- calls ---------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ import os
 import jax.numpy as jnp
 import pytest
 
+from fuel_jax._json_file import MOST_BYTES
 from fuel_jax.errors import FileError
-from fuel_jax.judge import Entry, ProfileReport, Timing, report as module
+from fuel_jax.judge import Entry, ProfileReport, Timing
 from fuel_jax.judge.report import pattern, plain, settings, size_class
 
 MACHINE = {"platform": "cpu", "device": "cpu", "jax": "0.10.2", "date": "2026-12-01"}
@@ -188,7 +189,7 @@ class TestDamaged:
 
     def test_huge_files_and_what_is_no_file_are_not_read(self, tmp_path):
         with open(tmp_path / "huge.json", "wb") as file:
-            file.truncate(module.MOST_BYTES + 1)  # a hole: takes no room
+            file.truncate(MOST_BYTES + 1)  # a hole: takes no room
         os.mkfifo(tmp_path / "pipe")  # to open it would wait for ever
         for name in ("huge.json", "pipe", "."):
             with pytest.raises(FileError, match="at most" if name == "huge.json" else "not a file"):
