@@ -262,11 +262,12 @@ class Op(Generic[P, R]):
         refuses: Reason = never,
         declines: Reason = never,
         caps: KernelCaps = KernelCaps(),
+        tiles: Callable[..., Any] | None = None,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorator registering an implementation, tried after those before it, before ``xla``."""
 
         def register(run: Callable[..., Any]) -> Callable[..., Any]:
-            self.add(Kernel(name, run, platforms, refuses, declines, caps))
+            self.add(Kernel(name, run, platforms, refuses, declines, caps, tiles))
             return run
 
         return register
