@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from ._choose import PIN, Choice, decide
 from ._fuse.spelling import Spelling
-from ._op import Call, Op, P, R, abstract, as_tuple
+from ._op import Op, P, R, abstract, as_tuple
+from ._parameters import Call
 from .errors import ArgumentError, NotDifferentiable
 from .numerics import is_float
 
@@ -29,7 +30,15 @@ Family = Literal["Forward", "Backward", "Quantized", "Attention", "Norm", "Runti
 class FusedOp(Op[P, R], jax.custom_vjp[R]):
     """A differentiable fused op.  Call it like the function it was declared with."""
 
-    def __new__(cls, *args: Any, **kwargs: Any):
+    id: int | None
+    family: Family
+    backward: FusedOp | Literal["decompose", "none"]
+    seed_backward: str
+    frozen: frozenset[str]
+    spellings: list[Callable[..., Any] | Spelling]
+    matchable: bool
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Without ``custom_vjp.__new__``, which on some versions wants its own arguments."""
         return object.__new__(cls)
 

@@ -24,10 +24,9 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -43,36 +42,25 @@ from ._choose import (
     decide,
     never,
 )
+from ._parameters import Call
 from ._sharding import Rule, rule_of, split, told
 from ._signature import Signature
 from .errors import ArgumentError, SignatureError, UnsupportedKernel
-from .numerics import check, vary_alike
+from .numerics import Precision as Precision, check, tie, vary_alike
 from .op_kind import OpKind
 
-P = ParamSpec("P")
-R = TypeVar("R")
+if TYPE_CHECKING:  # ``Op`` alone is an op of any signature: Python 3.11 has no defaults to say so
+    from typing_extensions import ParamSpec, TypeVar
+
+    P = ParamSpec("P", default=...)
+    R = TypeVar("R", default=Any)
+else:
+    from typing import ParamSpec, TypeVar
+
+    P, R = ParamSpec("P"), TypeVar("R")
 
 Examples = Callable[[], Iterable[dict[str, Any]]]
-
-
-@dataclass(frozen=True)
-class Precision:
-    """How far a result may stand from the float64 reference, relative to its largest element.
-
-    ``float32`` is the accumulated error in units of the result's maximum.  Half types accumulate in
-    float32 and round once more, by half a unit in their last place.
-    """
-
-    float32: float
-    float64: float = 1e-12
-
-    def tolerance(self, dtype: Any) -> float:
-        """Largest admitted error for outputs of ``dtype``; 0 for integers."""
-        name = np.dtype(dtype).name
-        rounding = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-        if name in rounding:
-            return rounding[name] + self.float32
-        return {"float32": self.float32, "float64": self.float64}.get(name, 0.0)
+Abstract = jax.ShapeDtypeStruct | jax.Array | np.ndarray | int | None  # what an op is asked about
 
 
 @dataclass(frozen=True)
@@ -93,35 +81,28 @@ class OutputView:
     dtype: np.dtype
 
 
-class Call(NamedTuple):
-    """The static half of a call; hashable, it keys the caches of ``jit`` and ``custom_vjp``.
-
-    1, 1.0 and True are equal and hash alike, and select other programs; so do 0.0 and −0.0; and NaN
-    is not equal to itself.  Hence the types, and floats by their digits.
-    """
-
-    key: tuple[tuple[str, type, Any], ...]
-    pin: str | None
-
-    @classmethod
-    def of(cls, params: dict[str, Any], pin: str | None) -> Call:
-        """The call with these parameters, pinned or not."""
-        return cls(
-            tuple([(n, type(v), v.hex() if type(v) is float else v) for n, v in params.items()]),
-            pin,
-        )
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """The parameters, by name."""
-        return {n: float.fromhex(v) if t is float else v for n, t, v in self.key}
-
-
 class Op(Generic[P, R]):
     """An op of plain jax.numpy: its gradient is its body's, in either mode.
 
     Call it like the function it was declared with; ask it for the rest.
     """
+
+    body: Callable[..., R]
+    name: str
+    kind: OpKind | None
+    precision: Precision
+    outputs: tuple[str, ...]
+    rejects: Reason
+    expects: Callable[..., Any]
+    examples: Examples
+    adapt: Callable[..., tuple[Sequence[Any], dict[str, Any]]] | None
+    destructive_input: int | None
+    splits: str | Callable[..., Rule]
+    signature: Signature
+    inputs: tuple[str, ...]
+    params: tuple[str, ...]
+    kernels: list[Kernel]
+    __name__: str
 
     def __init__(
         self,
@@ -298,7 +279,11 @@ class Op(Generic[P, R]):
 
         return pinned
 
-    def explain(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
+    @overload
+    def explain(self, *args: P.args, **kwargs: P.kwargs) -> Explanation: ...
+    @overload
+    def explain(self, *arrays: Abstract, **params: Any) -> Explanation: ...
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """Every implementation in order of preference, with the reason it would or wouldn't run."""
         params, arrays = self._bind(args, kwargs)
         avals = abstract(arrays)
@@ -324,13 +309,21 @@ class Op(Generic[P, R]):
         """Names of the operands that have a gradient."""
         return tuple(n for n, o in self.signature.operands.items() if o.floating)
 
-    def out(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+    @overload
+    def out(self, *args: P.args, **kwargs: P.kwargs) -> Any: ...
+    @overload
+    def out(self, *arrays: Abstract, **params: Any) -> Any: ...
+    def out(self, *args: Any, **kwargs: Any) -> Any:
         """Shape and dtype of the result; arguments may be abstract."""
         params, arrays = self._bind(args, kwargs)
         self._check(params, arrays)
         return jax.eval_shape(functools.partial(self.body, **params), *arrays)
 
-    def output_views(self, *args: P.args, **kwargs: P.kwargs) -> tuple[OutputView, ...]:
+    @overload
+    def output_views(self, *args: P.args, **kwargs: P.kwargs) -> tuple[OutputView, ...]: ...
+    @overload
+    def output_views(self, *arrays: Abstract, **params: Any) -> tuple[OutputView, ...]: ...
+    def output_views(self, *args: Any, **kwargs: Any) -> tuple[OutputView, ...]:
         """Slot name, shape and dtype of each output, in order."""
         params, _ = self._bind(args, kwargs)
         leaves = as_tuple(self.out(*args, **kwargs))
@@ -343,7 +336,11 @@ class Op(Generic[P, R]):
         """Names of the outputs returned; a parameter ``return_lse`` switches ``lse`` on."""
         return [n for n in self.outputs if params.get(f"return_{n}", True)]
 
-    def cost(self, *args: P.args, **kwargs: P.kwargs) -> Cost:
+    @overload
+    def cost(self, *args: P.args, **kwargs: P.kwargs) -> Cost: ...
+    @overload
+    def cost(self, *arrays: Abstract, **params: Any) -> Cost: ...
+    def cost(self, *args: Any, **kwargs: Any) -> Cost:
         """Work of the fused form: XLA's operation count, inputs read once, outputs written once."""
         params, arrays = self._bind(args, kwargs)
         moved = jax.tree.leaves((arrays, self.out(*args, **kwargs)))
@@ -355,7 +352,11 @@ class Op(Generic[P, R]):
             bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in moved),
         )
 
-    def sharding(self, *args: P.args, **kwargs: P.kwargs) -> Rule:
+    @overload
+    def sharding(self, *args: P.args, **kwargs: P.kwargs) -> Rule: ...
+    @overload
+    def sharding(self, *arrays: Abstract, **params: Any) -> Rule: ...
+    def sharding(self, *args: Any, **kwargs: Any) -> Rule:
         """Which axes of operands and results belong together, and which may be split over devices.
 
         Operands split otherwise are gathered before a kernel runs; the body, XLA splits as it can.
@@ -394,22 +395,3 @@ def gives_up(arrays: Sequence[Any], position: int) -> bool:
 def as_tuple(outputs: Any) -> tuple[Any, ...]:
     """The outputs of an op, also when there is one."""
     return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
-def tie(outputs: tuple[Any, ...], arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """Let every output depend on every operand, so that ``vmap`` batches all of them or none.
-
-    Under vmap over ``v`` alone attention's lse would stay unbatched; its cotangent would then be
-    counted once per example (JAX 0.10, 0.11) or refused (0.12).
-    """
-    together = jax.custom_batching.custom_vmap(lambda outputs, arrays: outputs)
-
-    @together.def_vmap
-    def _(size: int, batched: Any, outputs: Any, arrays: Any) -> Any:
-        stack = lambda y, has: y if has else jnp.broadcast_to(y, (size, *y.shape))
-        outputs = jax.tree.map(stack, outputs, batched[0])
-        return tie(outputs, arrays), jax.tree.map(lambda _: True, outputs)
-
-    tied = jax.custom_jvp(lambda outputs, arrays: together(outputs, arrays))
-    tied.defjvp(lambda primals, tangents: (together(*primals), tangents[0]))
-    return tied(outputs, [x for x in arrays if x is not None])

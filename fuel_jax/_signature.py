@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
-import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,8 +18,9 @@ import jax
 import numpy as np
 
 from ._choose import describe
+from ._parameters import Reader, reader
 from .errors import ArgumentError, FuelError, ShapeError, SignatureError
-from .types import NARROWED, DType, Indices, Pair, dtype_named, require_x64, x64_enabled
+from .types import NARROWED, Indices, require_x64, x64_enabled
 
 Axes = dict[str, tuple[Any, str]]  # axis -> (extent, the operand that bound it)
 
@@ -58,7 +57,15 @@ class Operand:
 class Signature:
     """Operands and parameters of ``body``; errors carry the name of the op."""
 
-    def __init__(self, body: Callable[..., Any], op: str):
+    op: str
+    body: Callable[..., Any]
+    python: inspect.Signature
+    variadic: bool
+    inputs: tuple[str, ...]
+    params: tuple[str, ...]
+    defaults: dict[str, Any]
+
+    def __init__(self, body: Callable[..., Any], op: str) -> None:
         self.op, self.body = op, body
         self.python = inspect.signature(body)
         parameters = self.python.parameters.values()
@@ -101,7 +108,9 @@ class Signature:
 
     # -- binding ---------------------------------------------------------------------------
 
-    def bind(self, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[dict[str, Any], list]:
+    def bind(
+        self, args: tuple[Any, ...], given: dict[str, Any]
+    ) -> tuple[dict[str, Any], list[Any]]:
         """Parameters by name, and every operand in order, None where left out."""
         if self.variadic:
             arrays = [self.array(self.inputs[0], value) for value in args]
@@ -122,7 +131,9 @@ class Signature:
             )
         return params, arrays
 
-    def _operands(self, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[list, dict]:
+    def _operands(
+        self, args: tuple[Any, ...], given: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
         if len(args) > len(self.inputs):
             raise SignatureError(
                 f"{self.op}: got {len(args)} arrays, takes {len(self.inputs)} by position "
@@ -304,117 +315,3 @@ def shorten(value: Any) -> str:
     """``repr``, cut: an error is read in a terminal."""
     text = describe(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-# -- parameters ----------------------------------------------------------------------------
-
-Reader = tuple[
-    Callable[[Any], Any], str
-]  # (value as stored, or TypeError or ValueError; what is wanted)
-
-
-def reader(note: Any) -> Reader:
-    """How values of a parameter annotated ``note`` are read."""
-    if note in SCALARS:
-        return SCALARS[note]
-    origin, inner = typing.get_origin(note), typing.get_args(note)
-    if origin is typing.Literal:
-        return functools.partial(one_of, inner), f"one of {', '.join(map(repr, inner))}"
-    if origin in (typing.Union, types.UnionType):
-        readers = [reader(a) for a in inner if a is not type(None)]
-        optional = " or None" if type(None) in inner else ""
-        read = functools.partial(first_of, [r for r, _ in readers], bool(optional))
-        return read, " or ".join(wanted for _, wanted in readers) + optional
-    if origin is tuple:
-        variadic = inner[-1] is Ellipsis
-        # One int for both is for a lone pair: in a sequence, (1, 2) could mean either.
-        of, wanted = BOTH if inner[0] == Pair else reader(inner[0])
-        count = None if variadic else len(inner)
-        number = "" if count is None else f"{count} of "
-        return functools.partial(sequence, of, count), f"a sequence, {number}{wanted}"
-    return hashable, "hashable"
-
-
-def integer(value: Any) -> int:
-    """An int; bools are not numbers here."""
-    if isinstance(value, (bool, np.bool_)):
-        raise TypeError
-    return operator.index(value)
-
-
-def real(value: Any) -> float:
-    """A float from any real number."""
-    if isinstance(value, (bool, np.bool_, str, bytes)):
-        raise TypeError
-    return float(value)
-
-
-def boolean(value: Any) -> bool:
-    """True or False."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError
-    return bool(value)
-
-
-def text(value: Any) -> str:
-    """A string."""
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
-def one_of(allowed: tuple[Any, ...], value: Any) -> Any:
-    """A value of a fixed set."""
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError
-    return value
-
-
-def first_of(readers: list[Callable[[Any], Any]], optional: bool, value: Any) -> Any:
-    """Whatever the first reader that accepts it makes of it."""
-    if value is None and optional:
-        return None
-    for read in readers:
-        try:
-            return read(value)
-        except (TypeError, ValueError):
-            continue
-    raise TypeError
-
-
-def sequence(of: Callable[[Any], Any], count: int | None, value: Any) -> tuple[Any, ...]:
-    """A tuple of any sequence's elements."""
-    if isinstance(value, (str, bytes)):
-        raise TypeError
-    items = tuple(of(item) for item in value)
-    if count is not None and len(items) != count:
-        raise ValueError
-    return items
-
-
-def pair(value: Any) -> tuple[int, int]:
-    """(vertical, horizontal); one int stands for both."""
-    if hasattr(value, "__index__"):
-        both = integer(value)
-        return both, both
-    vertical, horizontal = map(integer, value)
-    return vertical, horizontal
-
-
-def hashable(value: Any) -> Any:
-    """Anything that can be part of a cache key."""
-    if isinstance(value, list):
-        value = tuple(value)
-    hash(value)
-    return value
-
-
-BOTH: Reader = functools.partial(sequence, integer, 2), "pairs of ints"
-SCALARS: dict[Any, Reader] = {
-    int: (integer, "an int"),
-    float: (real, "a number"),
-    bool: (boolean, "True or False"),
-    str: (text, "a string"),
-    Pair: (pair, "an int or a pair of ints"),
-    DType: (dtype_named, "a dtype"),
-}

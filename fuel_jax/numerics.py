@@ -1,13 +1,35 @@
-"""How fuel_jax accumulates and exponentiates, and what varies over a mesh."""
+"""How fuel_jax accumulates and exponentiates, how exact that is, and what varies over a mesh."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .types import Array
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How far a result may stand from the float64 reference, relative to its largest element.
+
+    ``float32`` is the accumulated error in units of the result's maximum.  Half types accumulate in
+    float32 and round once more, by half a unit in their last place.
+    """
+
+    float32: float
+    float64: float = 1e-12
+
+    def tolerance(self, dtype: Any) -> float:
+        """Largest admitted error for outputs of ``dtype``; 0 for integers."""
+        name = np.dtype(dtype).name
+        rounding = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+        if name in rounding:
+            return rounding[name] + self.float32
+        return {"float32": self.float32, "float64": self.float64}.get(name, 0.0)
 
 
 def wide_dtype(x: Array) -> Any:
@@ -80,6 +102,25 @@ def vary_alike(arrays: Sequence[Any]) -> list[Any]:
         x if x is None or axes == its else lax.pcast(x, tuple(axes - its), to="varying")
         for x, its in zip(arrays, varying, strict=True)
     ]
+
+
+def tie(outputs: tuple[Any, ...], arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """Let every output depend on every operand, so that ``vmap`` batches all of them or none.
+
+    Under vmap over ``v`` alone attention's lse would stay unbatched; its cotangent would then be
+    counted once per example (JAX 0.10, 0.11) or refused (0.12).
+    """
+    together = jax.custom_batching.custom_vmap(lambda outputs, arrays: outputs)
+
+    @together.def_vmap
+    def _(size: int, batched: Any, outputs: Any, arrays: Any) -> Any:
+        stack = lambda y, has: y if has else jnp.broadcast_to(y, (size, *y.shape))
+        outputs = jax.tree.map(stack, outputs, batched[0])
+        return tie(outputs, arrays), jax.tree.map(lambda _: True, outputs)
+
+    tied = jax.custom_jvp(lambda outputs, arrays: together(outputs, arrays))
+    tied.defjvp(lambda primals, tangents: (together(*primals), tangents[0]))
+    return tied(outputs, [x for x in arrays if x is not None])
 
 
 def zeros(shape: tuple[int, ...], like: Array) -> Array:

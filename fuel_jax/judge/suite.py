@@ -21,7 +21,8 @@ from .. import _check
 from .._choose import Kernel, describe
 from .._examples import dtypes_of, filled
 from .._fused import FusedOp
-from .._op import Call as Static, Op, abstract
+from .._op import Op, abstract
+from .._parameters import Call as Static
 from ..errors import FileError, FuelError
 from ..registry import builtin
 from ..types import x64_enabled
