@@ -74,42 +74,64 @@ def forward_plan(b: int, h: int, hk: int, sq: int, sk: int, width: int) -> dict[
     return {"tile": tile, "packed": packed, "parts": parts}
 
 
-def forward(q, k, v, alibi, k_len, *, return_lse, interpret=False, **params):
+def paged_plan(q, k_cache, v_cache, block_table) -> dict[str, Any]:
+    """The same, for keys in pages."""
+    (b, h, sq, d), (_, size, hk, dv), m = q.shape, v_cache.shape, block_table.shape[1]
+    plan = forward_plan(b, h, hk, sq, m * size, max(d, dv))
+    if plan["packed"]:  # every page is looked up: more programs with less to do hide that
+        plan |= {"tile": Tile(plan["tile"].rows, 32, 2, 4), "parts": max(plan["parts"], 2)}
+    return plan
+
+
+def cut(plan: dict[str, Any], tile: Any) -> dict[str, Any]:
+    """The plan with what a setting of ``_attention_tiles`` changes."""
+    return plan if tile is None else plan | tile._asdict()
+
+
+def forward(q, k, v, alibi, k_len, *, return_lse, tile=None, interpret=False, **params):
     """``flash_attn``."""
     (b, h, sq, d), (_, hk, sk, dv) = q.shape, v.shape
     o, lse = attend(
         *(q, k, v, alibi, lengths_of(k_len, b, sk)),
         rules=rules_of(q, sk, **params),
-        **forward_plan(b, h, hk, sq, sk, max(d, dv)),
+        **cut(forward_plan(b, h, hk, sq, sk, max(d, dv)), tile),
         interpret=interpret,
     )
     return (o, lse) if return_lse else o
 
 
-def backward(q, k, v, o, lse, do, dlse, alibi, k_len, *, interpret=False, **params):
+def backward(q, k, v, o, lse, do, dlse, alibi, k_len, *, tile=None, interpret=False, **params):
     """``flash_attn_backward``."""
     b, (sk, dv) = len(q), v.shape[2:]
     width = max(q.shape[-1], dv)
+    plan = {"of_keys": by_width(KEYS, width), "of_queries": by_width(QUERIES, width)}
     dq, dk, dv, dslopes = gradients(
         *(q, k, v, o, lse, do, dlse, alibi, lengths_of(k_len, b, sk)),
         rules=rules_of(q, sk, **params),
-        of_keys=by_width(KEYS, width),
-        of_queries=by_width(QUERIES, width),
+        **cut(plan, tile),
         interpret=interpret,
     )
     return dq, dk, dv, None if dslopes is None else dslopes.sum((0, 2)).astype(alibi.dtype)
 
 
 def paged(
-    q, k_cache, v_cache, block_table, context_lens, alibi, *, block_size, interpret=False, **params
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    context_lens,
+    alibi,
+    *,
+    block_size,
+    tile=None,
+    interpret=False,
+    **params,
 ):
     """``paged_attn``."""
     from .paged_attn import Pages  # which registers this
 
-    (b, h, sq, d), (n, size, hk, dv), m = q.shape, v_cache.shape, block_table.shape[1]
-    plan = forward_plan(b, h, hk, sq, m * size, max(d, dv))
-    if plan["packed"]:  # every page is looked up: more programs with less to do hide that
-        plan |= {"tile": Tile(plan["tile"].rows, 32, 2, 4), "parts": max(plan["parts"], 2)}
+    (n, size), m = v_cache.shape[:2], block_table.shape[1]
+    plan = cut(paged_plan(q, k_cache, v_cache, block_table), tile)
     pages = Pages.of(n, size, block_table, context_lens)
     every = {"causal": True, "window_size_left": None, "window_size_right": None}
     o, _ = attend(
