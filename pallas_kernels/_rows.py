@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 
 from ._launch import WARP, cdiv, launch, like, power_of_two, program_id, read, unavailable, write
+from ._tiles import FULL, Tiles, around, varied
 
 Block = jax.Array  # f32[rows, columns]
 Found = tuple[jax.Array, ...]  # each f32[rows, 1]
@@ -67,6 +68,21 @@ def blocks(rows: int, n: int, operands: int) -> Blocks:
         8 if columns <= 8192 else 32
     )  # measured: 16 take 1.2 times as long for a layer's gradient
     return Blocks(together, columns, min(max(warps, 1), most))
+
+
+def tiles(*arrays: Any, **params: Any) -> Tiles:
+    """More or fewer warps; rows, or of long ones columns."""
+    n, operands = arrays[0].shape[-1], len(arrays)
+    rows = math.prod(arrays[0].shape[:-1])
+    first = blocks(rows, n, operands)
+    ways = {"warps": around(first.warps, 1, 32)}
+    if is_long(arrays[0], operands):
+        ways |= {"columns": around(first.columns)}
+    else:
+        most = min(power_of_two(rows), ON_CHIP // operands // first.columns)
+        ways |= {"rows": around(first.rows, 1, most)}
+    extents = {"rows": min(rows, FULL), "columns": n}
+    return Tiles.of(extents, first, *varied(first, **ways))
 
 
 def refuses(*arrays: Any, **params: Any) -> str | None:
@@ -157,12 +173,12 @@ def kernel(*refs: Any, maths: RowMaths, cut: Blocks, params: dict[str, Any]) -> 
 
 
 def by_rows(
-    maths: RowMaths, *arrays: jax.Array, interpret: bool, cut: Blocks | None = None, **params: Any
+    maths: RowMaths, *arrays: jax.Array, interpret: bool, tile: Blocks | None = None, **params: Any
 ) -> jax.Array:
     """The result for arrays ``[..., n]`` of one shape and dtype."""
     shape = arrays[0].shape
     n, rows = shape[-1], math.prod(shape[:-1])
-    cut = cut or blocks(rows, n, len(arrays))
+    cut = tile or blocks(rows, n, len(arrays))
     flat = [x.reshape(rows, n) for x in arrays]
     y = launch(
         functools.partial(kernel, maths=maths, cut=cut, params=params),

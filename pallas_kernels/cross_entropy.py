@@ -21,6 +21,7 @@ from jax import lax
 
 from ._launch import cdiv, exp, launch, like, program_id, read, unavailable, write
 from ._rows import counted, is_short
+from ._tiles import FULL, Tiles, varied
 
 LEAST = float(np.finfo(np.float32).min)
 ROUNDED = 16.0  # lse beyond it is rounded by more than 5e-7
@@ -45,6 +46,24 @@ class Tile(NamedTuple):
 
 LOSSES = Tile(4, 2048, 8)
 GRADIENT = Tile(1, 4096, 8)
+
+
+def extents(logits: Any) -> dict[str, int | str]:
+    """What decides about both kernels' tiles."""
+    v = logits.shape[-1]
+    return {"rows": min(logits.size // v, FULL), "classes": v}
+
+
+def tiles(logits: Any, *rest: Any, **params: Any) -> Tiles:
+    """Of the losses: less or more at a time, in other shapes."""
+    others = varied(LOSSES, high=(1, 2, 8), wide=(1024, 4096), warps=(4, 16))
+    return Tiles.of(extents(logits), LOSSES, *others, Tile(1, 4096, 8), Tile(8, 1024, 8))
+
+
+def tiles_gradient(logits: Any, *rest: Any, **params: Any) -> Tiles:
+    """Of the gradient, which has one line."""
+    others = varied(GRADIENT, wide=(2048, 8192), warps=(4, 16))
+    return Tiles.of(extents(logits), GRADIENT, *others, Tile(1, 2048, 4), Tile(1, 8192, 16))
 
 
 def refuses(logits: Any, *rest: Any, **params: Any) -> str | None:
@@ -104,7 +123,7 @@ def losses_kernel(x_ref, label_ref, loss_ref, lse_ref, *, tile: Tile) -> None:
 
 
 def row_losses(
-    logits: jax.Array, label: jax.Array, *, interpret: bool = False, tile: Tile = LOSSES
+    logits: jax.Array, label: jax.Array, *, interpret: bool = False, tile: Tile | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """−ln p of the label, and ln Σ exp, over the last axis, in float32.
 
@@ -115,6 +134,7 @@ def row_losses(
         tile: what a program reads at a time.
     """
     count, v = label.size, logits.shape[-1]
+    tile = tile or LOSSES
     out = like(logits, (count,), jnp.float32)
     run = launch(
         functools.partial(losses_kernel, tile=tile),
@@ -188,7 +208,7 @@ def gradient(
     g: jax.Array,
     *,
     interpret: bool = False,
-    tile: Tile = GRADIENT,
+    tile: Tile | None = None,
 ) -> jax.Array:
     """weight · softmax(logits) − g · onehot(label), like the logits.
 
@@ -204,6 +224,7 @@ def gradient(
         tile: what a program reads at a time.
     """
     *_, v = logits.shape
+    tile = tile or GRADIENT
     count = math.prod(label.shape)
     exact = logits.dtype == jnp.float32
     kernel = exact_gradient_kernel if exact else gradient_kernel

@@ -8,6 +8,7 @@ from jax import lax
 
 from ._rows import (
     Block,
+    Blocks,
     Found,
     RowMaths,
     added,
@@ -17,6 +18,7 @@ from ._rows import (
     is_short,
     is_unaligned,
     refuses as refuses,
+    tiles as tiles,
     total,
 )
 
@@ -110,24 +112,32 @@ LAYER_BACKWARD = RowMaths(
 )
 
 
-def rms_norm(x: jax.Array, *, eps: float, interpret: bool = False) -> jax.Array:
+def rms_norm(
+    x: jax.Array, *, eps: float, interpret: bool = False, tile: Blocks | None = None
+) -> jax.Array:
     """RMS norm of ``x[..., n]``."""
-    return by_rows(RMS, x, eps=eps, interpret=interpret)
+    return by_rows(RMS, x, eps=eps, interpret=interpret, tile=tile)
 
 
-def rms_norm_backward(x, upstream, *, eps: float, interpret: bool = False) -> jax.Array:
+def rms_norm_backward(
+    x, upstream, *, eps: float, interpret: bool = False, tile: Blocks | None = None
+) -> jax.Array:
     """Its gradient."""
-    return by_rows(RMS_BACKWARD, x, upstream, eps=eps, interpret=interpret)
+    return by_rows(RMS_BACKWARD, x, upstream, eps=eps, interpret=interpret, tile=tile)
 
 
-def layer_norm(x: jax.Array, *, eps: float, interpret: bool = False) -> jax.Array:
+def layer_norm(
+    x: jax.Array, *, eps: float, interpret: bool = False, tile: Blocks | None = None
+) -> jax.Array:
     """Layer norm of ``x[..., n]``."""
-    return by_rows(LAYER, x, eps=eps, interpret=interpret)
+    return by_rows(LAYER, x, eps=eps, interpret=interpret, tile=tile)
 
 
-def layer_norm_backward(x, upstream, *, eps: float, interpret: bool = False) -> jax.Array:
+def layer_norm_backward(
+    x, upstream, *, eps: float, interpret: bool = False, tile: Blocks | None = None
+) -> jax.Array:
     """Its gradient."""
-    return by_rows(LAYER_BACKWARD, x, upstream, eps=eps, interpret=interpret)
+    return by_rows(LAYER_BACKWARD, x, upstream, eps=eps, interpret=interpret, tile=tile)
 
 
 def declines(x: Any, *, eps: float) -> str:

@@ -18,6 +18,7 @@ from ._rows import (
     is_short,
     is_unaligned,
     refuses as refuses,
+    tiles as tiles,
     total,
 )
 

@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels._tiles import Tiles, around, varied
+
 from ..numerics import uncontracted, wide, zeros
 from ..types import Array
 from . import _attention as maths
@@ -34,6 +36,27 @@ SPANS = 8  # ranges of keys; the program grows with their number,
 SPANS_BACK = 4  # and that of a backward pass is twice as long
 DENSE_BYTES = 4 << 20  # scores up to this size are left to the dense form
 DENSE_BYTES_CPU = 256 << 10  # [2, 4, 128, 32], causal: 0.85 of the dense form's time
+
+
+class Rows(NamedTuple):
+    """Queries of a block, over all heads that share a key head."""
+
+    rows: int
+
+    @classmethod
+    def of(cls, rules: Rules) -> Rows:
+        """By rule."""
+        some = rules.left is not None or rules.right is not None
+        return cls(ROWS if some else ROWS_SEEING_ALL)
+
+
+def tiles(q, k, v, *operands, softmax_scale, return_lse=False, **params) -> Tiles:
+    """More or fewer queries."""
+    (_, h, sq, d), (_, hk, sk, dv) = q.shape, v.shape
+    first = Rows.of(maths.Rules.of(sq, sk, **params))
+    extents: dict[str, int | str] = {"rows": sq * (h // hk), "keys": sk, "width": max(d, dv)}
+    most = max(first.rows, extents["rows"])
+    return Tiles.of(extents, first, *varied(first, rows=around(first.rows, most=most)))
 
 
 def refuses(q, k, v, *operands, **params) -> str | None:
@@ -86,10 +109,18 @@ class Plan(NamedTuple):
     spans: tuple[Span, ...]
 
     @classmethod
-    def of(cls, g: int, sq: int, sk: int, rules: Rules, whole: bool, most: int = SPANS) -> Plan:
+    def of(
+        cls,
+        g: int,
+        sq: int,
+        sk: int,
+        rules: Rules,
+        whole: bool,
+        most: int = SPANS,
+        tile: Rows | None = None,
+    ) -> Plan:
         """``whole``: all keys are in use; at ``most`` so many spans."""
-        together = ROWS if rules.left is not None or rules.right is not None else ROWS_SEEING_ALL
-        n = -(-sq * g // together)
+        n = -(-sq * g // (tile or Rows.of(rules)).rows)
         rows = -(-sq // n)
         n = -(-sq // rows)
         return cls(sq, sk, rows, rules, tuple(spans(n, rows, sq, sk, rules, whole, most)))
@@ -300,7 +331,7 @@ def seen_by(span: Span, first: Any, *arrays: Array) -> list[Array]:
     return [lax.dynamic_slice_in_dim(x, first, span.width) for x in arrays]
 
 
-def forward(q, k, v, alibi, k_len, *, softmax_scale, softcap, return_lse, **windows):
+def forward(q, k, v, alibi, k_len, *, softmax_scale, softcap, return_lse, tile=None, **windows):
     """Each block of queries against all the keys it sees."""
     (b, h, sq, _), (_, hk, sk, _) = q.shape, k.shape
     scale = maths.scale_of(q, softmax_scale)
@@ -308,7 +339,7 @@ def forward(q, k, v, alibi, k_len, *, softmax_scale, softcap, return_lse, **wind
     xs, valid = heads(q, k, v, alibi, k_len)
 
     def run(attend, most):
-        plan = Plan.of(h // hk, sq, sk, rules, k_len is None, most)
+        plan = Plan.of(h // hk, sq, sk, rules, k_len is None, most, tile)
 
         def head(q, k, v, slopes, length):
             dtype, q, k, v = q.dtype, plan.cut(wide(q) * scale), wide(k), wide(v)
@@ -334,7 +365,9 @@ def forward(q, k, v, alibi, k_len, *, softmax_scale, softcap, return_lse, **wind
     return (o, lse) if return_lse else o
 
 
-def backward(q, k, v, o, lse, do, dlse, alibi, k_len, *, softmax_scale, softcap, **windows):
+def backward(
+    q, k, v, o, lse, do, dlse, alibi, k_len, *, softmax_scale, softcap, tile=None, **windows
+):
     """Recompute a block's probabilities; add what it says of its keys to the head's."""
     (b, h, sq, _), (_, hk, sk, _) = q.shape, k.shape
     scale = maths.scale_of(q, softmax_scale)
@@ -343,7 +376,7 @@ def backward(q, k, v, o, lse, do, dlse, alibi, k_len, *, softmax_scale, softcap,
     xs["do"], xs["dlse"] = (x if x is None else maths.grouped(x, hk) for x in (do, dlse))
 
     def run(gradients, most):
-        plan = Plan.of(h // hk, sq, sk, rules, k_len is None, most)
+        plan = Plan.of(h // hk, sq, sk, rules, k_len is None, most, tile)
 
         def head(q, k, v, slopes, length, do, dlse):
             dtype, k, v = q.dtype, wide(k), wide(v)

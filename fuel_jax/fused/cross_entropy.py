@@ -246,16 +246,18 @@ on_cuda: dict[str, Any] = {"platforms": ("cuda",), "refuses": kernels.refuses}
 
 @splitting("*rows")
 def row_losses_by_triton(
-    logits: Floats[Array, "*rows v"], label: Indices[Array, "*rows"], *, interpret: bool
+    logits: Floats[Array, "*rows v"], label: Indices[Array, "*rows"], *, interpret: bool, tile: Any
 ) -> tuple[Wide[Array, "*rows"], Wide[Array, "*rows"]]:
     """As :func:`row_losses`."""
-    return kernels.row_losses(logits, label, interpret=interpret)
+    return kernels.row_losses(logits, label, interpret=interpret, tile=tile)
 
 
-@fused_softmax_cross_entropy.kernel("triton", **on_cuda, declines=kernels.declines)
-def by_triton(logits, targets, *, reduction, ignore_index, return_lse, interpret=False):
+@fused_softmax_cross_entropy.kernel(
+    "triton", **on_cuda, declines=kernels.declines, tiles=kernels.tiles
+)
+def by_triton(logits, targets, *, reduction, ignore_index, return_lse, tile=None, interpret=False):
     """Maximum and sum in one pass over the logits."""
-    rows = functools.partial(row_losses_by_triton, interpret=interpret)
+    rows = functools.partial(row_losses_by_triton, interpret=interpret, tile=tile)
     return reduced(rows, logits, targets, reduction, ignore_index, return_lse)
 
 
@@ -268,23 +270,24 @@ def slopes_by_triton(
     g: Wide[Array, "*rows"],
     *,
     interpret: bool,
+    tile: Any,
 ) -> Floats[Array, "*rows v"]:
     """As :func:`slopes_by_rows`, with the weights of unused rows 0 already."""
-    return kernels.gradient(logits, label, lse, weight, g, interpret=interpret)
+    return kernels.gradient(logits, label, lse, weight, g, interpret=interpret, tile=tile)
 
 
 @fused_softmax_cross_entropy_backward.kernel(
-    "triton", **on_cuda, declines=kernels.declines_gradient
+    "triton", **on_cuda, declines=kernels.declines_gradient, tiles=kernels.tiles_gradient
 )
 def backward_by_triton(
-    logits, targets, lse, upstream, dlse, *, reduction, ignore_index, interpret=False
+    logits, targets, lse, upstream, dlse, *, reduction, ignore_index, tile=None, interpret=False
 ):
     """One pass over the logits, or two where they are float32."""
     label, weight, g, unused = of_rows(
         logits, targets, lse, upstream, dlse, reduction=reduction, ignore_index=ignore_index
     )
     weight = jnp.where(unused, 0, jnp.where(jnp.isfinite(lse), weight, jnp.nan))
-    return slopes_by_triton(logits, label, lse, weight, g, interpret=interpret)
+    return slopes_by_triton(logits, label, lse, weight, g, interpret=interpret, tile=tile)
 
 
 # -- as people write it --------------------------------------------------------------------

@@ -18,6 +18,7 @@ from . import (
     _attention as maths,
     _attention_chunked as chunked,
     _attention_hopper as hopper,
+    _attention_tiles as tiles,
     _attention_triton as triton,
     _attention_written as written,
 )
@@ -402,18 +403,18 @@ def by_flash_attn(i: int):
     return run
 
 
-hopper_only: dict[str, Any] = {"refuses": hopper.refuses, "declines": hopper.declines}
-flash_attn.kernel("mosaic", platforms=("cuda",), **hopper_only)(hopper.forward)
-flash_attn.kernel("triton", platforms=("cuda",), refuses=triton.refuses)(triton.forward)
-flash_attn_backward.kernel("triton", platforms=("cuda",), refuses=triton.refuses)(triton.backward)
+cuda: dict[str, Any] = {"platforms": ("cuda",), "refuses": triton.refuses}
+hopper_only = cuda | {"refuses": hopper.refuses, "declines": hopper.declines}
+flash_attn.kernel("mosaic", **hopper_only)(hopper.forward)
+flash_attn.kernel("triton", **cuda, tiles=tiles.forward)(triton.forward)
+flash_attn_backward.kernel("triton", **cuda, tiles=tiles.backward)(triton.backward)
 # On the CPU chunks pay sooner, but not in the gradient: at [8, 256, 64] they take 1.25 of the time.
 limits: dict[str, Any] = {"refuses": chunked.refuses, "declines": chunked.declines_on_cpu}
+limits |= {"tiles": chunked.tiles}
 flash_attn.kernel("chunked_cpu", platforms=("cpu",), **limits)(chunked.forward)
 limits |= {"declines": chunked.declines}
 flash_attn.kernel("chunked", **limits)(chunked.forward)
 flash_attn_backward.kernel("chunked", **limits)(chunked.backward)
-flash_attn_backward_q.kernel("flash_attn", declines=chunked.declines)(by_flash_attn(0))
-flash_attn_backward_k.kernel("flash_attn", declines=chunked.declines)(by_flash_attn(1))
-flash_attn_backward_v.kernel("flash_attn", declines=chunked.declines)(by_flash_attn(2))
-
+for i, alone in enumerate((flash_attn_backward_q, flash_attn_backward_k, flash_attn_backward_v)):
+    alone.kernel("flash_attn", declines=chunked.declines)(by_flash_attn(i))
 written.register(flash_attn)

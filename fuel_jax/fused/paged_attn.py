@@ -19,7 +19,7 @@ from ..numerics import wide, zeros
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
 from ..types import Array, Floats, Indices
-from . import _attention as maths, _attention_triton as triton
+from . import _attention as maths, _attention_tiles as tiles, _attention_triton as triton
 from ._attention import Places, Rules
 
 STEP = 512  # tokens of a sequence that the kernel reads at a time
@@ -198,7 +198,9 @@ def refuses(
     return "an operand is empty" if empty else None
 
 
-paged_attn.kernel("triton", platforms=("cuda",), refuses=triton.refuses_paged)(triton.paged)
+paged_attn.kernel("triton", platforms=("cuda",), refuses=triton.refuses_paged, tiles=tiles.paged)(
+    triton.paged
+)
 
 
 @paged_attn.kernel("stepwise", refuses=refuses, declines=declines)

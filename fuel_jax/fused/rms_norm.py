@@ -113,6 +113,7 @@ def over_root_mean_square(x, *, eps: float):
 # -- on NVIDIA GPUs ------------------------------------------------------------------------
 
 cuda: dict[str, Any] = {"platforms": ("cuda",), "refuses": kernels.refuses}
+cuda |= {"tiles": kernels.tiles}
 rms_norm_last_dim.kernel("triton", **cuda, declines=kernels.declines)(kernels.rms_norm)
 rms_norm_last_dim_backward.kernel("triton", **cuda, declines=kernels.declines_gradient)(
     kernels.rms_norm_backward

@@ -191,6 +191,7 @@ def less_logsumexp(x):
 # -- on NVIDIA GPUs ------------------------------------------------------------------------
 
 cuda: dict[str, Any] = {"platforms": ("cuda",), "refuses": kernels.refuses}
+cuda |= {"tiles": kernels.tiles}
 softmax_last_dim.kernel("triton", **cuda, declines=kernels.declines)(kernels.softmax)
 softmax_last_dim_backward.kernel("triton", **cuda, declines=kernels.declines_gradient)(
     kernels.softmax_backward

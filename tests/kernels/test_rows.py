@@ -67,7 +67,7 @@ def test_against_float64(name, rows, n, dtype, cut):
     maths, params, operands, want, op = KERNELS[name]
     rng = np.random.default_rng(rows * 1000 + n)
     arrays = [jnp.asarray(rng.normal(size=(rows, n)), dtype) for _ in range(operands)]
-    got = by_rows(maths, *arrays, interpret=True, cut=cut, **params)
+    got = by_rows(maths, *arrays, interpret=True, tile=cut, **params)
     want = want(*(np.asarray(x, np.float64) for x in arrays))
     assert got.shape == want.shape
     assert got.dtype == dtype
@@ -90,7 +90,7 @@ def test_special_rows(name, cut):
     ]
     x = jnp.array(rows, "float32")
     op = {"softmax": softmax.softmax_last_dim, "log_softmax": softmax.log_softmax_last_dim}[name]
-    got = by_rows(KERNELS[name][0], x, interpret=True, cut=cut)
+    got = by_rows(KERNELS[name][0], x, interpret=True, tile=cut)
     np.testing.assert_allclose(got, op.body(x), rtol=1e-6, atol=1e-7)
 
 
@@ -99,7 +99,7 @@ def test_rows_far_from_zero_keep_their_noise(cut):
     """The mean of rows near 10⁴ is rounded by 10⁻³, which is not in the result."""
     rng = np.random.default_rng(0)
     x = np.asarray(1e4 + rng.normal(size=(3, 64)), np.float32)
-    got = by_rows(norms.LAYER, jnp.asarray(x), interpret=True, cut=cut, eps=EPS)
+    got = by_rows(norms.LAYER, jnp.asarray(x), interpret=True, tile=cut, eps=EPS)
     np.testing.assert_allclose(got, layer64(x.astype(np.float64)), atol=5e-6)
 
 
