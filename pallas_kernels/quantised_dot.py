@@ -19,6 +19,7 @@ from jax import lax
 
 from ._launch import INTERPRETED, cdiv, fma, launch, like, power_of_two, program_id, write
 from ._rows import counted
+from ._tiles import varied
 from .quantised import Packing, load
 
 
@@ -41,6 +42,13 @@ def cut(m: int, dtype: Any) -> Cut:
     if dtype == jnp.float32:  # registers for two parts of everything
         return Cut(64, min(columns, 64), 32, 4, 2 if columns == 16 else 1)
     return Cut(64, 16, 64, 4, 2) if columns == 16 else Cut(128, columns, 32, 4, 2)
+
+
+def cuts(m: int, dtype: Any) -> list[Cut]:
+    """More or less at a time; that of :func:`cut` first."""
+    first = cut(m, dtype)
+    ways = {"rows": (64, 128), "units": (32, 64), "warps": (4, 8), "stages": (1, 2, 3)}
+    return [first, *varied(first, **ways)]
 
 
 def kernel(*refs: Any, packing: Packing, cut: Cut) -> None:

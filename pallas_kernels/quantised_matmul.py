@@ -6,6 +6,7 @@ import jax
 
 from . import quantised_dot as dots, quantised_rows as few
 from ._launch import LIMIT, unavailable
+from ._tiles import Tiles
 from .quantised import Packing
 
 
@@ -47,6 +48,13 @@ def declines(x: Any, n: int, packing: Packing) -> str | None:
     return None
 
 
+def tiles(x: Any, n: int, packing: Packing, **words: str) -> Tiles:
+    """How a product may be cut; ``words`` tell formats apart."""
+    m, k = rows_of(x), x.shape[-1]
+    cuts = few.cuts(packing) if m <= few.most(x.dtype) else dots.cuts(m, x.dtype)
+    return Tiles.of({"rows": m, "k": k, "n": n, **words}, *cuts)
+
+
 def product(
     x: jax.Array,
     weight: tuple[jax.Array, ...],
@@ -55,12 +63,13 @@ def product(
     *,
     name: str,
     interpret: bool,
+    tile: Any = None,
 ) -> jax.Array:
     """x Wᵀ: ``[*batch, m, k]`` to ``[*batch, m, n]``; sums in float32, rounded once."""
     flat = x.reshape(-1, x.shape[-1])
     m, options = len(flat), {"packing": packing, "name": name, "interpret": interpret}
     if m <= few.most(x.dtype):
-        y = few.times_transposed(flat, weight, n, cut=few.cut(packing), **options)
+        y = few.times_transposed(flat, weight, n, cut=tile or few.cut(packing), **options)
     else:
-        y = dots.times_transposed(flat, weight, n, cut=dots.cut(m, x.dtype), **options)
+        y = dots.times_transposed(flat, weight, n, cut=tile or dots.cut(m, x.dtype), **options)
     return y.reshape(*x.shape[:-1], n)

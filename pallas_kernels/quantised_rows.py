@@ -21,6 +21,7 @@ from jax import lax
 
 from ._launch import INTERPRETED, cdiv, fma, launch, like, power_of_two, program_id, write
 from ._rows import counted
+from ._tiles import around, varied
 from .quantised import ONE, Packing, Part, Tile, load
 
 
@@ -141,6 +142,13 @@ def cut(packing: Packing) -> Cut:
     """As measured on an H200."""
     units = min(max(power_of_two(packing.units), 32), 128 if packing.whole else 64)
     return Cut(2, units, 2 if packing.whole else 4)
+
+
+def cuts(packing: Packing) -> list[Cut]:
+    """More or less at a time; that of :func:`cut` first."""
+    first = cut(packing)
+    units = around(first.units, 32, max(first.units, power_of_two(packing.units)))
+    return [first, *varied(first, rows=(1, 4), units=units, ahead=around(first.ahead, 1, 8))]
 
 
 def ordered(x: jax.Array, packing: Packing, units: int) -> jax.Array:

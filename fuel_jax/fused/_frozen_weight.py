@@ -7,9 +7,12 @@ any number of activations.
 """
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels._tiles import Tiles, around
 
 from ..numerics import product_precision, zeros
 from ..types import Array
@@ -25,6 +28,20 @@ def block_rows(n: int, k: int) -> int:
     A multiple of 8, so that a block begins at a whole word of any packed stream.
     """
     return min(n, max(8, BLOCK // max(k, 1) // 8 * 8))
+
+
+class Block(NamedTuple):
+    """Rows of the weight that are decoded together."""
+
+    rows: int
+
+
+def block_tiles(x: Any, n: int, k: int, **words: str) -> Tiles:
+    """More or fewer rows; ``words`` tell formats apart."""
+    first = block_rows(n, k)
+    others = [Block(rows) for rows in around(first, 8, n) if rows % 8 == 0]
+    m = x.size // max(x.shape[-1], 1)
+    return Tiles.of({"rows": m, "k": k, "n": n, **words}, Block(first), *others)
 
 
 def fits_one_block(n: int, k: int) -> str | None:
@@ -70,9 +87,9 @@ def declines_rounded(x, *rest, **params) -> str | None:
 MANY = 64  # rows of activations
 
 
-def times_transposed_blocked(x: Array, rows: Rows, n: int) -> Array:
+def times_transposed_blocked(x: Array, rows: Rows, n: int, tile: Block | None = None) -> Array:
     """x Wᵀ, a block of rows at a time; the same values."""
-    size = block_rows(n, x.shape[-1])
+    size = tile.rows if tile else block_rows(n, x.shape[-1])
     flat = x.reshape(-1, x.shape[-1])
 
     def columns(start, count):  # W stands first: XLA would transpose it for a single row of x
@@ -85,9 +102,9 @@ def times_transposed_blocked(x: Array, rows: Rows, n: int) -> Array:
     return y.T.reshape(*x.shape[:-1], n)
 
 
-def times_blocked(g: Array, rows: Rows, n: int, k: int) -> Array:
+def times_blocked(g: Array, rows: Rows, n: int, k: int, tile: Block | None = None) -> Array:
     """g W, a block of rows at a time; sums over the blocks in order."""
-    size = block_rows(n, k)
+    size = tile.rows if tile else block_rows(n, k)
     flat = g.reshape(-1, n)
 
     def share(start, count):

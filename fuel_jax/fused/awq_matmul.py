@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import quantised, quantised_matmul as kernels
+from pallas_kernels._tiles import Tiles
 
 from .._op import Precision
 from ..numerics import wide
@@ -17,6 +18,7 @@ from ..registry import fused_op
 from ..types import Array, Floats, Halves, Words
 from ._frozen_weight import (
     Rows,
+    block_tiles,
     declines_rounded,
     fits_one_block,
     refuses_rounded,
@@ -252,21 +254,31 @@ def awq_matmul_lanes(activations, weight, zeros, scales, *, group_size, split_k_
     return y.astype(activations.dtype)
 
 
-@awq_matmul.kernel("blocked", platforms=("cpu",), declines=declines)
-def awq_matmul_blocked(activations, weight, zeros, scales, *, group_size, split_k_iters):
+def tiles_blocked(x: Any, weight: Any, *rest: Any, **params: Any) -> Tiles:
+    """How many rows at a time."""
+    return block_tiles(x, weight.shape[0], 8 * weight.shape[1])
+
+
+in_blocks: dict[str, Any] = {"platforms": ("cpu",), "declines": declines, "tiles": tiles_blocked}
+
+
+@awq_matmul.kernel("blocked", **in_blocks)
+def awq_matmul_blocked(activations, weight, zeros, scales, *, group_size, split_k_iters, tile=None):
     """The weight a block of rows at a time."""
     x = wide(activations)
     rows = decoder(weight, zeros, scales, x.dtype, group_size=group_size)
-    return times_transposed_blocked(x, rows, weight.shape[0]).astype(activations.dtype)
+    return times_transposed_blocked(x, rows, weight.shape[0], tile).astype(activations.dtype)
 
 
-@awq_matmul_backward.kernel("blocked", platforms=("cpu",), declines=declines)
-def awq_matmul_backward_blocked(upstream, weight, zeros, scales, *, group_size, split_k_iters):
+@awq_matmul_backward.kernel("blocked", **in_blocks)
+def awq_matmul_backward_blocked(
+    upstream, weight, zeros, scales, *, group_size, split_k_iters, tile=None
+):
     """The weight a block of rows at a time."""
     g = wide(upstream)
     rows = decoder(weight, zeros, scales, g.dtype, group_size=group_size)
     n, words = weight.shape
-    return times_blocked(g, rows, n, 8 * words).astype(upstream.dtype)
+    return times_blocked(g, rows, n, 8 * words, tile).astype(upstream.dtype)
 
 
 # -- on NVIDIA GPUs ------------------------------------------------------------------------
@@ -287,14 +299,28 @@ def declines_triton(
     return kernels.declines(activations, n, quantised.awq(words, group_size))
 
 
-@awq_matmul.kernel("triton", platforms=("cuda",), refuses=refuses_triton, declines=declines_triton)
+def tiles_triton(
+    activations: Any, weight: Any, *rest: Any, group_size: int, split_k_iters: int
+) -> Tiles:
+    """How it may be cut."""
+    n, words = weight.shape
+    return kernels.tiles(activations, n, quantised.awq(words, group_size))
+
+
+@awq_matmul.kernel(
+    "triton",
+    platforms=("cuda",),
+    refuses=refuses_triton,
+    declines=declines_triton,
+    tiles=tiles_triton,
+)
 def awq_matmul_by_triton(
-    activations, weight, zeros, scales, *, group_size, split_k_iters, interpret=False
+    activations, weight, zeros, scales, *, group_size, split_k_iters, tile=None, interpret=False
 ):
     """Decoded in registers."""
     n, words = weight.shape
     packing = quantised.awq(words, group_size)
-    options = {"name": "awq_matmul", "interpret": interpret}
+    options = {"name": "awq_matmul", "interpret": interpret, "tile": tile}
     return kernels.product(activations, (weight, zeros, scales), n, packing, **options)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import quantised, quantised_matmul as kernels
+from pallas_kernels._tiles import Tiles
 
 from .._op import Precision
 from ..numerics import wide
@@ -17,6 +18,7 @@ from ..registry import fused_op
 from ..types import Array, Bytes, Floats, Wide
 from ._frozen_weight import (
     Rows,
+    block_tiles,
     declines_rounded,
     fits_one_block,
     refuses_rounded,
@@ -252,21 +254,31 @@ def nf4_matmul_lanes(activations, w_packed, absmax, *, block_size, low_nibble_fi
     return y.astype(activations.dtype)
 
 
-@nf4_matmul.kernel("blocked", platforms=("cpu",), declines=declines)
-def nf4_matmul_blocked(activations, w_packed, absmax, *, block_size, low_nibble_first):
+def tiles_blocked(x: Any, w_packed: Any, *rest: Any, **params: Any) -> Tiles:
+    """How many rows at a time."""
+    return block_tiles(x, w_packed.shape[0], 2 * w_packed.shape[1])
+
+
+in_blocks: dict[str, Any] = {"platforms": ("cpu",), "declines": declines, "tiles": tiles_blocked}
+
+
+@nf4_matmul.kernel("blocked", **in_blocks)
+def nf4_matmul_blocked(activations, w_packed, absmax, *, block_size, low_nibble_first, tile=None):
     """The weight a block of rows at a time."""
     x = wide(activations)
     rows = decoder(w_packed, absmax, x.dtype, low_nibble_first=low_nibble_first)
-    return times_transposed_blocked(x, rows, w_packed.shape[0]).astype(activations.dtype)
+    return times_transposed_blocked(x, rows, w_packed.shape[0], tile).astype(activations.dtype)
 
 
-@nf4_matmul_backward.kernel("blocked", platforms=("cpu",), declines=declines)
-def nf4_matmul_backward_blocked(upstream, w_packed, absmax, *, block_size, low_nibble_first):
+@nf4_matmul_backward.kernel("blocked", **in_blocks)
+def nf4_matmul_backward_blocked(
+    upstream, w_packed, absmax, *, block_size, low_nibble_first, tile=None
+):
     """The weight a block of rows at a time."""
     g = wide(upstream)
     rows = decoder(w_packed, absmax, g.dtype, low_nibble_first=low_nibble_first)
     n, half_k = w_packed.shape
-    return times_blocked(g, rows, n, 2 * half_k).astype(upstream.dtype)
+    return times_blocked(g, rows, n, 2 * half_k, tile).astype(upstream.dtype)
 
 
 # -- on NVIDIA GPUs ------------------------------------------------------------------------
@@ -290,15 +302,30 @@ def declines_triton(
     return kernels.declines(activations, n, packing)
 
 
-@nf4_matmul.kernel("triton", platforms=("cuda",), refuses=refuses_triton, declines=declines_triton)
+def tiles_triton(
+    activations: Any, w_packed: Any, absmax: Any, *, block_size: int, low_nibble_first: bool
+) -> Tiles:
+    """How it may be cut."""
+    n, half_k = w_packed.shape
+    packing = quantised.nf4(half_k // 4, block_size, low_nibble_first, LEVELS)
+    return kernels.tiles(activations, n, packing)
+
+
+@nf4_matmul.kernel(
+    "triton",
+    platforms=("cuda",),
+    refuses=refuses_triton,
+    declines=declines_triton,
+    tiles=tiles_triton,
+)
 def nf4_matmul_by_triton(
-    activations, w_packed, absmax, *, block_size, low_nibble_first, interpret=False
+    activations, w_packed, absmax, *, block_size, low_nibble_first, tile=None, interpret=False
 ):
     """Decoded in registers."""
     n, half_k = w_packed.shape
     words = lax.bitcast_convert_type(w_packed.reshape(n, half_k // 4, 4), jnp.uint32)
     packing = quantised.nf4(half_k // 4, block_size, low_nibble_first, LEVELS)
-    options = {"name": "nf4_matmul", "interpret": interpret}
+    options = {"name": "nf4_matmul", "interpret": interpret, "tile": tile}
     return kernels.product(activations, (words, absmax), n, packing, **options)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import quantised_gguf, quantised_matmul as kernels
+from pallas_kernels._tiles import Tiles
 
 from .._op import Precision
 from ..op_kind import FusedOps, OpKind
@@ -17,6 +18,7 @@ from ..types import Array, Wide, Words
 from . import _gguf_lanes as lanes
 from ._frozen_weight import (
     Rows,
+    block_tiles,
     fits_one_block,
     times,
     times_blocked,
@@ -222,18 +224,26 @@ def qmatmul_lanes(a, w_q_bytes, *, quant_type, k, n):
     )
 
 
-@qmatmul.kernel("blocked", platforms=("cpu",), declines=declines)
-def qmatmul_blocked(a, w_q_bytes, *, quant_type, k, n):
+def tiles_blocked(x: Any, w_q_bytes: Any, *, quant_type: Any, k: int, n: int) -> Tiles:
+    """How many rows at a time."""
+    return block_tiles(x, n, k, format=quant_type)
+
+
+in_blocks: dict[str, Any] = {"platforms": ("cpu",), "declines": declines, "tiles": tiles_blocked}
+
+
+@qmatmul.kernel("blocked", **in_blocks)
+def qmatmul_blocked(a, w_q_bytes, *, quant_type, k, n, tile=None):
     """The weight a block of rows at a time."""
     rows = decoder(w_q_bytes, a.dtype, quant_type=quant_type, k=k, n=n)
-    return times_transposed_blocked(a, rows, n)
+    return times_transposed_blocked(a, rows, n, tile)
 
 
-@qmatmul_backward.kernel("blocked", platforms=("cpu",), declines=declines)
-def qmatmul_backward_blocked(upstream, w_q_bytes, *, quant_type, k, n):
+@qmatmul_backward.kernel("blocked", **in_blocks)
+def qmatmul_backward_blocked(upstream, w_q_bytes, *, quant_type, k, n, tile=None):
     """The weight a block of rows at a time."""
     rows = decoder(w_q_bytes, upstream.dtype, quant_type=quant_type, k=k, n=n)
-    return times_blocked(upstream, rows, n, k)
+    return times_blocked(upstream, rows, n, k, tile)
 
 
 # -- on NVIDIA GPUs ------------------------------------------------------------------------
@@ -251,9 +261,20 @@ def declines_triton(a: Any, w_q_bytes: Any, *, quant_type: Any, k: int, n: int) 
     return kernels.declines(a, n, quantised_gguf.GGUF[quant_type](k))
 
 
-@qmatmul.kernel("triton", platforms=("cuda",), refuses=refuses_triton, declines=declines_triton)
-def qmatmul_by_triton(a, w_q_bytes, *, quant_type, k, n, interpret=False):
+def tiles_triton(a: Any, w_q_bytes: Any, *, quant_type: Any, k: int, n: int) -> Tiles:
+    """How it may be cut."""
+    return kernels.tiles(a, n, quantised_gguf.GGUF[quant_type](k), format=quant_type)
+
+
+@qmatmul.kernel(
+    "triton",
+    platforms=("cuda",),
+    refuses=refuses_triton,
+    declines=declines_triton,
+    tiles=tiles_triton,
+)
+def qmatmul_by_triton(a, w_q_bytes, *, quant_type, k, n, tile=None, interpret=False):
     """Decoded in registers."""
     packing = quantised_gguf.GGUF[quant_type](k)
-    options = {"name": f"qmatmul_{quant_type.lower()}", "interpret": interpret}
+    options = {"name": f"qmatmul_{quant_type.lower()}", "interpret": interpret, "tile": tile}
     return kernels.product(a, (w_q_bytes,), n, packing, **options)
