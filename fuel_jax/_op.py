@@ -24,7 +24,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, overload
+from typing import TYPE_CHECKING, Any, Generic, Protocol, overload
 
 import jax
 import numpy as np
@@ -60,7 +60,15 @@ else:
     P, R = ParamSpec("P"), TypeVar("R")
 
 Examples = Callable[[], Iterable[dict[str, Any]]]
-Abstract = jax.ShapeDtypeStruct | jax.Array | np.ndarray | int | None  # what an op is asked about
+
+
+class Shaped(Protocol):
+    """What an op can be asked about: an array, or as much of one as ``jax.ShapeDtypeStruct``."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -282,7 +290,7 @@ class Op(Generic[P, R]):
     @overload
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Explanation: ...
     @overload
-    def explain(self, *arrays: Abstract, **params: Any) -> Explanation: ...
+    def explain(self, *arrays: Shaped | int | None, **params: Any) -> Explanation: ...
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """Every implementation in order of preference, with the reason it would or wouldn't run."""
         params, arrays = self._bind(args, kwargs)
@@ -312,7 +320,7 @@ class Op(Generic[P, R]):
     @overload
     def out(self, *args: P.args, **kwargs: P.kwargs) -> Any: ...
     @overload
-    def out(self, *arrays: Abstract, **params: Any) -> Any: ...
+    def out(self, *arrays: Shaped | int | None, **params: Any) -> Any: ...
     def out(self, *args: Any, **kwargs: Any) -> Any:
         """Shape and dtype of the result; arguments may be abstract."""
         params, arrays = self._bind(args, kwargs)
@@ -322,7 +330,9 @@ class Op(Generic[P, R]):
     @overload
     def output_views(self, *args: P.args, **kwargs: P.kwargs) -> tuple[OutputView, ...]: ...
     @overload
-    def output_views(self, *arrays: Abstract, **params: Any) -> tuple[OutputView, ...]: ...
+    def output_views(
+        self, *arrays: Shaped | int | None, **params: Any
+    ) -> tuple[OutputView, ...]: ...
     def output_views(self, *args: Any, **kwargs: Any) -> tuple[OutputView, ...]:
         """Slot name, shape and dtype of each output, in order."""
         params, _ = self._bind(args, kwargs)
@@ -339,7 +349,7 @@ class Op(Generic[P, R]):
     @overload
     def cost(self, *args: P.args, **kwargs: P.kwargs) -> Cost: ...
     @overload
-    def cost(self, *arrays: Abstract, **params: Any) -> Cost: ...
+    def cost(self, *arrays: Shaped | int | None, **params: Any) -> Cost: ...
     def cost(self, *args: Any, **kwargs: Any) -> Cost:
         """Work of the fused form: XLA's operation count, inputs read once, outputs written once."""
         params, arrays = self._bind(args, kwargs)
@@ -355,7 +365,7 @@ class Op(Generic[P, R]):
     @overload
     def sharding(self, *args: P.args, **kwargs: P.kwargs) -> Rule: ...
     @overload
-    def sharding(self, *arrays: Abstract, **params: Any) -> Rule: ...
+    def sharding(self, *arrays: Shaped | int | None, **params: Any) -> Rule: ...
     def sharding(self, *args: Any, **kwargs: Any) -> Rule:
         """Which axes of operands and results belong together, and which may be split over devices.
 

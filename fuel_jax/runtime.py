@@ -7,9 +7,9 @@ import types
 from collections.abc import Callable
 from typing import Any, Literal
 
-from ._choose import Kernel
+from ._choose import Explanation, Kernel
 from ._fused import FusedOp
-from ._op import Precision
+from ._op import Cost, OutputView, P, Precision, R
 from .errors import ArgumentError
 from .op_kind import FusedOps, OpKind, unknown
 from .registry import _FUSED, _RUNTIME, builtin, enter, named
@@ -17,7 +17,7 @@ from .registry import _FUSED, _RUNTIME, builtin, enter, named
 IDS = itertools.count(FusedOps.RUNTIME_BASE)  # of this process, and never reused in it
 
 
-class RuntimeOp(FusedOp):
+class RuntimeOp(FusedOp[P, R]):
     """A fused op that a user registered.  It differs from the others in how it is pickled."""
 
     mark: Any  # fingerprint of the body and the backward, as they were when registered
@@ -28,13 +28,13 @@ class RuntimeOp(FusedOp):
 
 def register_fused(
     name: str,
-    body: Callable[..., Any],
+    body: Callable[P, R],
     *,
     backward: FusedOp | Callable[..., Any] | Literal["decompose", "none"] = "decompose",
     kernels: tuple[Kernel, ...] = (),
     precision: Precision = Precision(float32=5e-6),
     **contract: Any,
-) -> FusedOp:
+) -> FusedOp[P, R]:
     """Make a function of arrays a fused op of this process.
 
     Registering an equal body again, under any name, gives the same op; a changed body needs another
@@ -63,7 +63,7 @@ def register_fused(
     if not callable(body):
         raise ArgumentError(f"register_fused: 'body' is {body!r}; it must be a function of arrays.")
     mark = fingerprint(body), fingerprint(getattr(backward, "body", backward))
-    known = next((op for op in _RUNTIME.values() if op.mark == mark), None)
+    known: Any = next((op for op in _RUNTIME.values() if op.mark == mark), None)
     holder = _RUNTIME.get(name) or next((o for o in builtin() if o.name == name), None)
     if holder is not None and holder is not known:
         raise ArgumentError(
@@ -112,9 +112,14 @@ class RuntimeFused:
         UnknownName: there is no such op; the message lists the nearest.
     """
 
-    kind, name = OpKind.RuntimeFused, "runtime_fused"
-    inputs, params, wrt, outputs = ("op",), (), (), ()
+    kind: OpKind = OpKind.RuntimeFused
+    name: str = "runtime_fused"
+    inputs: tuple[str, ...] = ("op",)
+    params: tuple[str, ...] = ()
+    wrt: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
     kernels: tuple[Kernel, ...] = ()
+    __name__: str
 
     def __init__(self) -> None:
         self.__name__ = self.__qualname__ = self.name
@@ -131,15 +136,15 @@ class RuntimeFused:
         """Shape and dtype of its result."""
         return named(op).out(*arrays, **params)
 
-    def output_views(self, op: int | str, *arrays: Any, **params: Any) -> Any:
+    def output_views(self, op: int | str, *arrays: Any, **params: Any) -> tuple[OutputView, ...]:
         """Its outputs, by slot."""
         return named(op).output_views(*arrays, **params)
 
-    def cost(self, op: int | str, *arrays: Any, **params: Any) -> Any:
+    def cost(self, op: int | str, *arrays: Any, **params: Any) -> Cost:
         """Its work."""
         return named(op).cost(*arrays, **params)
 
-    def explain(self, op: int | str, *arrays: Any, **params: Any) -> Any:
+    def explain(self, op: int | str, *arrays: Any, **params: Any) -> Explanation:
         """Who runs it."""
         return named(op).explain(*arrays, **params)
 
@@ -162,7 +167,7 @@ class RuntimeFused:
         return self.name
 
 
-runtime_fused = enter(RuntimeFused())
+runtime_fused: RuntimeFused = enter(RuntimeFused())
 
 
 # -- equal bodies --------------------------------------------------------------------------
