@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from .._called import Binary, Unary
 from .._op import Op, Precision
 from ..numerics import is_float, lifted, wide
 from ..op_kind import OpKind as K
@@ -23,8 +24,6 @@ from ..types import Anything, Array, Floats, Mask, Numbers
 from ._normal import DENSITY, bell, normal_cdf
 
 PRECISION = Precision(float32=2e-6)
-Unary = Op[[Array], Array]
-Binary = Op[[Array, Array], Array]
 Jvp = Callable[..., Array]  # of x, the result and the tangent
 
 
@@ -195,31 +194,33 @@ def floored(a: Array, b: Array) -> Array:
 
 NEAREST_EVEN = lax.RoundingMethod.TO_NEAREST_EVEN
 
-quotient = with_partials(
+quotient: Callable[..., Array] = with_partials(
     lax.div,
     lambda a, b, y, t: quotient(t, b),
     # Not y / b, of which XLA makes a / b²: that leaves the range of numbers first.
     lambda a, b, y, t: -t * (y * quotient(jnp.ones_like(b), b)),
 )
-power = with_partials(
+power: Callable[..., Array] = with_partials(
     lax.pow,
     lambda a, b, y, t: t * (b * power(jnp.where(b == 0, 1, a), b - 1)),  # a⁰ is 1, also at 0
     lambda a, b, y, t: t * (y * jnp.log(jnp.where((a == 0) & (b >= 0), 1, a))),
 )
-floor_mod = with_partials(remainder, lambda a, b, y, t: t, lambda a, b, y, t: -floored(a, b) * t)
-positive = (0.1, 6.0)
+floor_mod: Callable[..., Array] = with_partials(
+    remainder, lambda a, b, y, t: t, lambda a, b, y, t: -floored(a, b) * t
+)
+POSITIVE = (0.1, 6.0)
 
 # fmt: off
 #                  kind                   f(x)                                         formula                                 derivative, dtypes, domain
 relu: Unary      = unary(K.ReluElementwise,      lambda x: jnp.where(x < 0, 0, x),            "max(0, x).  NaN and −0 pass.",         lambda x, y, t: jnp.where(x > 0, t, 0), Numbers)
 neg: Unary       = unary(K.NegElementwise,       jnp.negative,                                "−x.",                                  dtypes=Numbers)
 sqr: Unary       = unary(K.SqrElementwise,       lambda x: x * x,                             "x².",                                  dtypes=Numbers)
-sqrt: Unary      = unary(K.SqrtElementwise,      jnp.sqrt,                                    "√x.  NaN for x < 0; √−0 = −0.",        domain=positive)
-recip: Unary     = unary(K.RecipElementwise,     lambda x: 1 / x,                             "1 / x.  ±inf at ±0.",                  domain=positive)
+sqrt: Unary      = unary(K.SqrtElementwise,      jnp.sqrt,                                    "√x.  NaN for x < 0; √−0 = −0.",        domain=POSITIVE)
+recip: Unary     = unary(K.RecipElementwise,     lambda x: 1 / x,                             "1 / x.  ±inf at ±0.",                  domain=POSITIVE)
 abs: Unary       = unary(K.AbsElementwise,       jnp.abs,                                     "|x|.  Its derivative at 0 is 0.",      select_sign, Numbers)
 tanh: Unary      = unary(K.TanhElementwise,      jnp.tanh,                                    "tanh x.")
 exp: Unary       = unary(K.ExpElementwise,       jnp.exp,                                     "eˣ.")
-log: Unary       = unary(K.LogElementwise,       jnp.log,                                     "ln x.  −inf at 0, NaN below.",         domain=positive)
+log: Unary       = unary(K.LogElementwise,       jnp.log,                                     "ln x.  −inf at 0, NaN below.",         domain=POSITIVE)
 sin: Unary       = unary(K.SinElementwise,       jnp.sin,                                     "sin x.")
 cos: Unary       = unary(K.CosElementwise,       jnp.cos,                                     "cos x.")
 sigmoid: Unary   = unary(K.SigmoidElementwise,   lax.logistic,                                "1 / (1 + e⁻ˣ).")
@@ -232,7 +233,7 @@ round: Unary     = unary(K.RoundElementwise,     lambda x: lax.round(x, NEAREST_
 sign: Unary      = unary(K.SignElementwise,      jnp.sign,                                    "−1, 0 or 1; NaN at NaN.  Drops the gradient.", dtypes=Numbers)
 erf: Unary       = unary(K.ErfElementwise,       lax.erf,                                     "2/√π ∫₀ˣ e⁻ᵗ² dt.")
 gelu: Unary      = unary(K.GeluElementwise,      gelu_core,                                   "½x(1 + erf(x/√2)), its tail kept.  NaN at −inf.", gelu_jvp)
-rsqrt: Unary     = unary(K.RsqrtElementwise,     lax.rsqrt,                                   "1 / √x.  inf at 0, NaN below.",        domain=positive)
+rsqrt: Unary     = unary(K.RsqrtElementwise,     lax.rsqrt,                                   "1 / √x.  inf at 0, NaN below.",        domain=POSITIVE)
 
 #                  kind                   f(a, b)       formula
 add: Binary     = binary(K.AddElementwise,        jnp.add,      "a + b.")
@@ -261,7 +262,7 @@ def gelu_by_tail_jvp(x: Array, y: Array, t: Array) -> Array:
     return t * (normal_cdf(x) + saturating(x, bell(x) * DENSITY))
 
 
-gelu_by_tail = with_jvp(lambda x: x * normal_cdf(x), gelu_by_tail_jvp)
+gelu_by_tail: Callable[[Array], Array] = with_jvp(lambda x: x * normal_cdf(x), gelu_by_tail_jvp)
 
 
 @gelu.kernel(

@@ -5,16 +5,20 @@ eager call the array passed is deleted, and using it raises.  Inside ``jit`` XLA
 ``donate_argnums`` on the outer ``jit`` makes it an alias.  Gradients are the functional op's.
 """
 
+from typing import Any, TypeVar
+
+from .._called import Unary
 from .._op import Op
 from ..op_kind import OpKind as K
 from ..registry import enter
-from ..types import Array
 from . import elementwise
 
+O = TypeVar("O", bound=Op)
 
-def in_place(of: Op, kind: K) -> Op:
+
+def in_place(of: O, kind: K) -> O:
     """The op of the same body that gives up its operand."""
-    op = Op(
+    op: Any = Op(
         of.body,
         name=kind.as_str(),
         kind=kind,
@@ -30,30 +34,28 @@ def in_place(of: Op, kind: K) -> Op:
     return enter(op)
 
 
-InPlace = Op[[Array], Array]
-
 # fmt: off
-relu_inplace: InPlace       = in_place(elementwise.relu,      K.ReluInplace)
-silu_inplace: InPlace       = in_place(elementwise.silu,      K.SiluInplace)
-gelu_tanh_inplace: InPlace  = in_place(elementwise.gelu_tanh, K.GeluTanhInplace)
-tanh_inplace: InPlace       = in_place(elementwise.tanh,      K.TanhInplace)
-sigmoid_inplace: InPlace    = in_place(elementwise.sigmoid,   K.SigmoidInplace)
-neg_inplace: InPlace        = in_place(elementwise.neg,       K.NegInplace)
-abs_inplace: InPlace        = in_place(elementwise.abs,       K.AbsInplace)
-sqr_inplace: InPlace        = in_place(elementwise.sqr,       K.SqrInplace)
-sqrt_inplace: InPlace       = in_place(elementwise.sqrt,      K.SqrtInplace)
-rsqrt_inplace: InPlace      = in_place(elementwise.rsqrt,     K.RsqrtInplace)
-recip_inplace: InPlace      = in_place(elementwise.recip,     K.RecipInplace)
-exp_inplace: InPlace        = in_place(elementwise.exp,       K.ExpInplace)
-log_inplace: InPlace        = in_place(elementwise.log,       K.LogInplace)
-sin_inplace: InPlace        = in_place(elementwise.sin,       K.SinInplace)
-cos_inplace: InPlace        = in_place(elementwise.cos,       K.CosInplace)
-sign_inplace: InPlace       = in_place(elementwise.sign,      K.SignInplace)
-floor_inplace: InPlace      = in_place(elementwise.floor,     K.FloorInplace)
-ceil_inplace: InPlace       = in_place(elementwise.ceil,      K.CeilInplace)
-round_inplace: InPlace      = in_place(elementwise.round,     K.RoundInplace)
-erf_inplace: InPlace        = in_place(elementwise.erf,       K.ErfInplace)
-gelu_inplace: InPlace       = in_place(elementwise.gelu,      K.GeluInplace)
-clamp_inplace: Op[..., Array] = in_place(elementwise.clamp,     K.ClampInplace)
-powi_inplace: Op[..., Array] = in_place(elementwise.powi,      K.PowIInplace)
+relu_inplace: Unary       = in_place(elementwise.relu,      K.ReluInplace)
+silu_inplace: Unary       = in_place(elementwise.silu,      K.SiluInplace)
+gelu_tanh_inplace: Unary  = in_place(elementwise.gelu_tanh, K.GeluTanhInplace)
+tanh_inplace: Unary       = in_place(elementwise.tanh,      K.TanhInplace)
+sigmoid_inplace: Unary    = in_place(elementwise.sigmoid,   K.SigmoidInplace)
+neg_inplace: Unary        = in_place(elementwise.neg,       K.NegInplace)
+abs_inplace: Unary        = in_place(elementwise.abs,       K.AbsInplace)
+sqr_inplace: Unary        = in_place(elementwise.sqr,       K.SqrInplace)
+sqrt_inplace: Unary       = in_place(elementwise.sqrt,      K.SqrtInplace)
+rsqrt_inplace: Unary      = in_place(elementwise.rsqrt,     K.RsqrtInplace)
+recip_inplace: Unary      = in_place(elementwise.recip,     K.RecipInplace)
+exp_inplace: Unary        = in_place(elementwise.exp,       K.ExpInplace)
+log_inplace: Unary        = in_place(elementwise.log,       K.LogInplace)
+sin_inplace: Unary        = in_place(elementwise.sin,       K.SinInplace)
+cos_inplace: Unary        = in_place(elementwise.cos,       K.CosInplace)
+sign_inplace: Unary       = in_place(elementwise.sign,      K.SignInplace)
+floor_inplace: Unary      = in_place(elementwise.floor,     K.FloorInplace)
+ceil_inplace: Unary       = in_place(elementwise.ceil,      K.CeilInplace)
+round_inplace: Unary      = in_place(elementwise.round,     K.RoundInplace)
+erf_inplace: Unary        = in_place(elementwise.erf,       K.ErfInplace)
+gelu_inplace: Unary       = in_place(elementwise.gelu,      K.GeluInplace)
+clamp_inplace = in_place(elementwise.clamp, K.ClampInplace)
+powi_inplace = in_place(elementwise.powi, K.PowIInplace)
 # fmt: on
