@@ -4,6 +4,7 @@ Within a chunk the recurrence is a masked matrix product, between chunks it is a
 states.  No array holds the states of all steps, in either direction.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -126,12 +127,13 @@ def causal_step(h: Array, a: Array, chunk: Chunk) -> tuple[Array, Array]:
     """
     x, dt, b, c = chunk
     steps = jnp.arange(dt.shape[-1])
-    first = lambda fine, *axes: jnp.min(
+    least = functools.partial(jnp.min, initial=steps.size)  # no axis need have an element
+    first = lambda fine, *axes: least(
         jnp.where(fine, steps.size, jnp.expand_dims(steps, axes)), -1 - len(axes), keepdims=True
     )
     fine_x, fine_dt, fine_b = (jnp.isfinite(v) for v in (x, dt * a[..., None], b))
     per_head = first(fine_dt)[..., None]
-    per_group = jnp.min(first(fine_b, 1), -1)[:, :, None, :, None]
+    per_group = least(first(fine_b, 1), -1)[:, :, None, :, None]
     bad = jnp.minimum(jnp.minimum(first(fine_x, 1), per_head), per_group)
     dt_ = jnp.where(fine_dt, dt, 0)
     finite = jnp.where(fine_x, x, 0), dt_, jnp.where(fine_b, b, 0), c

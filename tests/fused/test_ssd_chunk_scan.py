@@ -1,5 +1,7 @@
 """What is true of the chunked state-space scan in particular."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +38,21 @@ def test_agrees_with_the_definition(length, size, groups, draw):
     for got, want in zip(ssd_chunk_scan(*xs, chunk_size=size), oracle(*xs), strict=True):
         assert got.shape == want.shape
         np.testing.assert_allclose(got, want, atol=5e-6 * max(1, abs(want).max(initial=0)))
+
+
+@pytest.mark.parametrize("empty", range(5))
+def test_any_axis_may_have_no_element(empty):
+    batch, length, heads, width, state = (0 if axis == empty else 2 for axis in range(5))
+    per_group = (batch, length, heads, state)  # as many groups as heads
+    shapes = ((batch, length, heads, width), (batch, length, heads), (heads,), per_group, per_group)
+    xs = [jnp.ones(shape, "float32") for shape in shapes]
+    (y, last), gradients = jax.vjp(functools.partial(ssd_chunk_scan, chunk_size=2), *xs)
+    np.testing.assert_array_equal(y, np.zeros(shapes[0], "float32"), strict=True)
+    np.testing.assert_array_equal(
+        last, np.zeros((batch, heads, width, state), "float32"), strict=True
+    )
+    for x, gradient in zip(xs, gradients((y + 1, last + 1)), strict=True):
+        np.testing.assert_array_equal(gradient, np.zeros(x.shape, "float32"), strict=True)
 
 
 def test_every_divisor_gives_the_same(draw):
