@@ -151,7 +151,7 @@ def ring_attention(
     *given, slopes, length = vary_alike(vary_over(axis, q, k, v, slopes, length))
     found: Any = ring(axis, blocks, *given, (slopes, length))
     o, lse = (maths.nan_unless(valid, x) for x in found)
-    return (o.astype(q.dtype), lse) if return_lse else o.astype(q.dtype)
+    return (o, lse) if return_lse else o
 
 
 def vary_over(axis: str, *arrays: Array | None) -> list[Any]:
@@ -244,8 +244,9 @@ def rounds(axis: str, blocks: Any) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def ring(axis: str, blocks: Any, q: Array, k: Array, v: Array, rest: Any) -> tuple[Array, Array]:
-    """The result in the dtype of sums, and the log-sum-exp; ``rest`` are slopes and lengths."""
-    return round_trip(axis, blocks, q, k, v, rest)[2:]
+    """The result, like ``q``, and the log-sum-exp; ``rest`` are slopes and lengths."""
+    o, lse = round_trip(axis, blocks, q, k, v, rest)[2:]
+    return o.astype(q.dtype), lse
 
 
 def round_trip(axis: str, blocks: Any, q: Array, k: Array, v: Array, rest: Any) -> Any:
@@ -286,7 +287,9 @@ def combined(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Arr
 def save(axis: str, blocks: Any, q: Array, k: Array, v: Array, rest: Any) -> Any:
     """This device's own, and the keys and values to begin the way back with."""
     *held, o, lse = round_trip(axis, blocks, q, k, v, rest)
-    return (o, lse), (q, k, v, rest, *held, o, lse)
+    result = o.astype(q.dtype)
+    # Kernels read halves; only where positions matter the part's own result is not rounded either.
+    return (result, lse), (q, k, v, rest, *held, o if isinstance(blocks, Layout) else result, lse)
 
 
 def pull_back(axis: str, blocks: Any, saved: Any, cotangents: Any) -> tuple[Any, ...]:
@@ -298,8 +301,7 @@ def pull_back(axis: str, blocks: Any, saved: Any, cotangents: Any) -> tuple[Any,
         """dq, dk, dv and, where positions matter, that of the slopes."""
         if isinstance(block, Pair):
             return block.gradients(q, k, v, o, lse, *cotangents)
-        _, pull = jax.vjp(lambda q, k, v: block(q, k, v, o, lse), q, k, v)
-        return tuple(map(wide, pull(cotangents)))
+        return jax.vjp(lambda q, k, v: block(q, k, v, o, lse), q, k, v)[1](cotangents)
 
     def found(k: Array, v: Array, t: Any) -> tuple[Array, ...]:
         return of_part(axis, blocks, rest, t, lambda block: gradients(block, k, v))
@@ -309,7 +311,7 @@ def pull_back(axis: str, blocks: Any, saved: Any, cotangents: Any) -> tuple[Any,
         came = passed_on(axis, *sums[1:3], by=-1)
         (came, coming), own = meanwhile((came, coming), own)
         sums = sums[0], *came, *sums[3:]
-        return *coming, *(a + b for a, b in zip(sums, own, strict=True))
+        return *coming, *(wide(a) + wide(b) for a, b in zip(sums, own, strict=True))
 
     def step(carry: Any, t: Any) -> tuple[Any, None]:
         k, v, *sums = carry
@@ -322,7 +324,7 @@ def pull_back(axis: str, blocks: Any, saved: Any, cotangents: Any) -> tuple[Any,
         following, sums = meanwhile(following, found(k, v, n - 1))
         if n > 2:
             steps = jnp.arange(n - 2, 0, -1, dtype=jnp.int32)
-            (_, _, *sums), _ = lax.scan(step, (*following, *sums), steps)
+            (_, _, *sums), _ = lax.scan(step, (*following, *map(wide, sums)), steps)
         sums = added(sums, found(k_own, v_own, 0))
     grads = (x.astype(given.dtype) for x, given in zip(sums, (q, k, v), strict=False))
     return *grads, (None if rest[0] is None else sums[3], None)
@@ -350,7 +352,7 @@ def pull_part(options: Any, saved: tuple[Array, ...], cotangents: Any) -> tuple[
     q, k, v, o, lse = saved
     params = dict(options)
     its: Any = flash_attn_backward
-    operands = q, k, v, o.astype(q.dtype), lse, cotangents[0].astype(q.dtype), cotangents[1]
+    operands = q, k, v, o, lse, *cotangents
     serves = server(its.explain(*operands, **params).forward, "cuda")
     again = functools.partial(by_own_lse, params)
     if serves is None or serves.kernel.name not in READ_LSE:
@@ -363,7 +365,6 @@ def pull_part(options: Any, saved: tuple[Array, ...], cotangents: Any) -> tuple[
 
 def by_given_lse(params: Any, q: Array, k: Array, v: Array, o: Array, lse: Array, do, dlse):
     """Weights exp(s − lse) are those among the keys of all parts."""
-    o, do = (x.astype(q.dtype) for x in (o, do))
     return tuple(flash_attn_backward(q, k, v, o, lse, do, dlse, **params)[:3])
 
 
@@ -372,8 +373,8 @@ def by_own_lse(params: Any, q: Array, k: Array, v: Array, o: Array, lse: Array, 
     attend = functools.partial(flash_attn, **params, return_lse=True)
     (o_i, lse_i), pull = jax.vjp(attend, q, k, v)
     w = jnp.where(lse_i == -jnp.inf, 0, jnp.exp(lse_i - lse))
-    dlse_i = w * (jnp.sum(do * (wide(o_i) - o), -1) + dlse)
-    return pull(((w[..., None] * do).astype(o_i.dtype), dlse_i.astype(lse_i.dtype)))
+    dlse_i = w * (jnp.sum(wide(do) * (wide(o_i) - wide(o)), -1) + dlse)
+    return pull(((w[..., None] * wide(do)).astype(o_i.dtype), dlse_i.astype(lse_i.dtype)))
 
 
 part.defvjp(save_part, pull_part)
