@@ -17,6 +17,7 @@ from jax import lax
 
 from ._launch import launch, like, program_id, read, unavailable
 from ._rows import MULTIPROCESSORS, counted
+from ._tiles import FULL, Tiles
 
 
 class Tile(NamedTuple):
@@ -27,6 +28,18 @@ class Tile(NamedTuple):
 
 
 SMALL, LARGE = Tile(512, 2), Tile(2048, 8)
+
+
+def tiles(x: Any, *, dim: int) -> Tiles:
+    """More or less at a time."""
+    n = x.shape[-1]
+    extents: dict[str, int | str] = {"rows": min(x.size // max(n, 1), FULL), "columns": n}
+    return Tiles.of(extents, by_rule(n), SMALL, Tile(1024, 4), LARGE, Tile(2048, 4), Tile(4096, 8))
+
+
+def by_rule(n: int) -> Tile:
+    """For rows of n."""
+    return SMALL if n < 2**16 else LARGE
 
 
 def refuses(x: Any, *, dim: int) -> str | None:
@@ -80,7 +93,7 @@ def position(
     """Index of the first NaN of each row, else of its first extreme, in U32."""
     *batch, n = x.shape
     rows, pieces = math.prod(batch), 1
-    tile = tile or (SMALL if n < 2**16 else LARGE)
+    tile = tile or by_rule(n)
     while rows * pieces < 4 * MULTIPROCESSORS and n % (2 * pieces * tile.columns) == 0:
         pieces *= 2
     count = rows * pieces

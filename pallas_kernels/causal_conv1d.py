@@ -36,6 +36,7 @@ from ._launch import (
     write,
 )
 from ._rows import counted
+from ._tiles import FULL, Tiles, around, varied
 
 MOST_TAPS = 16
 MOST_CHOSEN = 4
@@ -51,6 +52,26 @@ class Tile(NamedTuple):
 
 WORDS = Tile(1024, 8)
 ELEMENTS = Tile(2048, 8)
+
+
+def by_rule(x: Any, length: int) -> tuple[Tile, bool]:
+    """For rows of a length; and whether words are read."""
+    by_words = x.dtype.itemsize == 2 and x.size % 2 == 0 and length % 2 == 0
+    tile = WORDS if by_words else ELEMENTS
+    n = length // 2 if by_words else length
+    return tile._replace(size=min(tile.size, power_of_two(n))), by_words
+
+
+def tiles(x: Any, weight: Any, bias: Any, **params: Any) -> Tiles:
+    """More or less at a time."""
+    batch, c, padded = x.shape
+    taps = weight.shape[-1]
+    length = padded - taps + 1
+    first, by_words = by_rule(x, length)
+    extents: dict[str, int | str] = {"rows": min(batch * c, FULL), "steps": length, "taps": taps}
+    extents |= {"read": "words" if by_words else "elements"}
+    sizes = around(first.size, 32, power_of_two(length))
+    return Tiles.of(extents, first, *varied(first, size=sizes, warps=(2, 4, 8, 16)))
 
 
 def refuses(x: Any, weight: Any, bias: Any, **params: Any) -> str | None:
@@ -139,9 +160,9 @@ def causal_conv1d(
     """
     batch, c, padded = x.shape
     length = padded - weight.shape[-1] + 1
-    by_words = x.dtype.itemsize == 2 and x.size % 2 == 0 and length % 2 == 0
+    first, by_words = by_rule(x, length)
     words = lambda x: lax.bitcast_convert_type(x.reshape(-1, 2), jnp.int32)
-    tile = tile or (WORDS if by_words else ELEMENTS)
+    tile = tile or first
     n = length // 2 if by_words else length
     tile = tile._replace(size=min(tile.size, power_of_two(n)))
     y = launch(

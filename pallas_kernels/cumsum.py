@@ -19,6 +19,7 @@ from jax import lax
 
 from ._launch import cdiv, launch, like, power_of_two, program_id, read, unavailable, write
 from ._rows import MULTIPROCESSORS, counted
+from ._tiles import FULL, Tiles, around, varied
 
 
 class Tile(NamedTuple):
@@ -31,6 +32,16 @@ class Tile(NamedTuple):
 
 SIZE = 4096  # elements of a tile
 LONG = Tile(1, 16384, 16)  # of rows that are fewer than multiprocessors
+
+
+def tiles(x: Any, *, dim: int) -> Tiles:
+    """More or less at a time."""
+    n = x.shape[dim]
+    rows = x.size // max(n, 1)
+    first = cut(rows, n)
+    others = varied(first, columns=around(first.columns, 16, power_of_two(n)), warps=(4, 8, 16))
+    extents: dict[str, int | str] = {"rows": min(rows, FULL), "columns": n}
+    return Tiles.of(extents, first, *others, *varied(first, rows=around(first.rows, 1, rows)))
 
 
 def refuses(x: Any, *, dim: int) -> str | None:

@@ -7,16 +7,32 @@ memory that its own analysis does not count.
 
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels._tiles import Tiles
 
 from ..numerics import wide, zeros
 from ..types import Array
 
 LONG = 32768
 TOGETHER = 2  # enough for two threads, few enough to stay in their caches
+
+
+class Some(NamedTuple):
+    """Rows of a step."""
+
+    rows: int
+
+
+def tiles(x: Any, *_: Any, **__: Any) -> Tiles:
+    """More or fewer rows."""
+    count, v = math.prod(x.shape[:-1]), x.shape[-1]
+    some = (Some(rows) for rows in (TOGETHER, 1, 4, 8) if rows <= max(count, TOGETHER))
+    return Tiles.of({"rows": min(count, 8 * TOGETHER), "columns": v}, *some)
 
 
 def taken_together(x, *_, **__) -> str | None:
@@ -33,8 +49,9 @@ class Rows:
     backend widen them all before it begins.
     """
 
-    def __init__(self, x: Array) -> None:
+    def __init__(self, x: Array, together: int = TOGETHER) -> None:
         """Of ``[*rows, v]``."""
+        self.together = together
         self.matrix = self.stored = x.reshape(-1, x.shape[-1])
         if x.dtype == jnp.bfloat16:
             self.stored = lax.bitcast_convert_type(self.matrix, jnp.uint16)
@@ -51,7 +68,7 @@ class Rows:
     def map(self, f: Callable[..., tuple[Array, ...]], *others: Array) -> tuple[Array, ...]:
         """``f`` of some rows, with theirs of the others; the last ones reach back if too few."""
         count = len(self.stored)
-        together = min(TOGETHER, count)
+        together = min(self.together, count)
 
         def step(i: Array, found: list[Array]) -> list[Array]:
             start = jnp.minimum(i * together, count - together)

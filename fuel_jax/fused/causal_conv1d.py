@@ -98,7 +98,11 @@ def causal_conv1d(
 # -- on NVIDIA GPUs ------------------------------------------------------------------------
 
 causal_conv1d.kernel(
-    "triton", platforms=("cuda",), refuses=kernels.refuses, declines=kernels.declines
+    "triton",
+    platforms=("cuda",),
+    refuses=kernels.refuses,
+    declines=kernels.declines,
+    tiles=kernels.tiles,
 )(kernels.causal_conv1d)
 
 
@@ -117,7 +121,9 @@ def padded_on_the_left(
     return causal_conv1d(x, weight[:, None, :taps], bias, use_silu=use_silu)
 
 
-def shift_and_add(x, weight, bias=None, *, taps, use_silu, cut):
+def shift_and_add(
+    x: Any, weight: Any, bias: Any = None, *, taps: Any, use_silu: bool, cut: Any
+) -> Any:
     """Every tap times the sequence moved to the right; ``weight`` is ``[c, taps]``.
 
     Padded on both sides and then cut, as in PyTorch, or on the left only.

@@ -19,7 +19,7 @@ from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
 from ..types import Array, Floats, Indices, Reduction, Single, Wide
 from ._loss_rows import slopes_by_rows
-from ._rows import Rows, sums, taken_together
+from ._rows import TOGETHER, Rows, Some, sums, taken_together, tiles
 
 PRECISION = Precision(float32=3e-6, float64=2e-7)  # the loss is F32 beside F64 logits, too
 
@@ -212,22 +212,25 @@ def is_small(logits: Any, *_: Any, **__: Any) -> str | None:
 
 @splitting("*rows")
 def row_losses_by_rows(
-    logits: Floats[Array, "*rows v"], label: Indices[Array, "*rows"]
+    logits: Floats[Array, "*rows v"], label: Indices[Array, "*rows"], *, together: int
 ) -> tuple[Wide[Array, "*rows"], Wide[Array, "*rows"]]:
     """As :func:`row_losses`."""
     if logits.size == 0:
         return row_losses(logits, label)
-    rows = Rows(logits)
+    rows = Rows(logits, together)
     m, total = rows.map(sums)
     log_sum, picked = jnp.log(total), rows.at(jnp.maximum(label.ravel(), 0))
     found = log_sum + (m - picked), log_sum + m
     return jax.tree.map(lambda y: y.reshape(label.shape), found)
 
 
-@fused_softmax_cross_entropy.kernel("rows", platforms=("cpu",), declines=taken_together)
-def by_rows(logits, targets, *, reduction, ignore_index, return_lse):
+@fused_softmax_cross_entropy.kernel(
+    "rows", platforms=("cpu",), declines=taken_together, tiles=tiles
+)
+def by_rows(logits, targets, *, reduction, ignore_index, return_lse, tile=Some(TOGETHER)):
     """A few rows at a time: they stay in cache between their maximum and their sum."""
-    return reduced(row_losses_by_rows, logits, targets, reduction, ignore_index, return_lse)
+    rows = functools.partial(row_losses_by_rows, together=tile.rows)
+    return reduced(rows, logits, targets, reduction, ignore_index, return_lse)
 
 
 @fused_softmax_cross_entropy_backward.kernel("rows", platforms=("cpu",), declines=is_small)

@@ -13,7 +13,7 @@ from ..numerics import exp_below_max, uncontracted, wide
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
 from ..types import Array, Floats
-from ._rows import Rows, sums, taken_together
+from ._rows import TOGETHER, Rows, Some, sums, taken_together, tiles
 
 PRECISION = Precision(float32=2e-6)
 
@@ -167,12 +167,12 @@ def log_softmax_last_dim(x: Floats[Array, "*batch n"]) -> Floats[Array, "*batch 
     return (uncontracted(v) - m - jnp.log(jnp.sum(e, -1, keepdims=True))).astype(x.dtype)
 
 
-@log_softmax_last_dim.kernel("rows", platforms=("cpu",), declines=taken_together)
-def log_softmax_by_rows(x):
+@log_softmax_last_dim.kernel("rows", platforms=("cpu",), declines=taken_together, tiles=tiles)
+def log_softmax_by_rows(x, *, tile=Some(TOGETHER)):
     """A few rows at a time, then the differences: no exponential is stored."""
     if x.size == 0:
         return x
-    m, total = (y.reshape(*x.shape[:-1], 1) for y in Rows(x).map(sums))
+    m, total = (y.reshape(*x.shape[:-1], 1) for y in Rows(x, *tile).map(sums))
     return (uncontracted(wide(x)) - m - jnp.log(total)).astype(x.dtype)
 
 

@@ -9,13 +9,14 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import cumsum as kernels
+from pallas_kernels._tiles import FULL, Tiles
 
 from .._sharding import along, split
 from ..numerics import is_float, lifted, zeros
 from ..op_kind import OpKind
 from ..registry import op
 from ..types import Array, Numbers
-from ._running import LANES, running_sum
+from ._running import LANES, Block, running_sum
 from .reduce import PRECISION, arg_examples, dim_rejects
 
 
@@ -51,10 +52,17 @@ def no_row(x: Any, *, dim: int) -> str | None:
     return None if x.shape[dim] > LANES else f"axis {dim} has at most {LANES} elements"
 
 
-@cumsum.kernel("blocks", platforms=("cpu",), refuses=no_row)
-def cumsum_in_blocks(x: Array, *, dim: int) -> Array:
+def lanes(x: Any, *, dim: int) -> Tiles:
+    """Shorter or longer blocks."""
+    n = x.shape[dim]
+    extents: dict[str, int | str] = {"rows": min(x.size // max(n, 1), FULL), "columns": n}
+    return Tiles.of(extents, *(Block(count) for count in (LANES, 8, 32)))
+
+
+@cumsum.kernel("blocks", platforms=("cpu",), refuses=no_row, tiles=lanes)
+def cumsum_in_blocks(x: Array, *, dim: int, tile: Block | None = None) -> Array:
     """Of the last axis: blocks as long as a vector register."""
-    return running_sum(lifted(x)).astype(x.dtype)
+    return running_sum(lifted(x), tile=tile or Block(LANES)).astype(x.dtype)
 
 
 def is_last(x: Any, *, dim: int) -> str | None:
@@ -94,7 +102,12 @@ def over_rows(solve: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return split(solve, solve, rule)
 
 
-@cumsum.kernel("triton", platforms=("cuda",), refuses=kernels.refuses, declines=kernels.declines)
-def cumsum_on_gpu(x: Array, *, dim: int, interpret: bool = False) -> Array:
+on_cuda: dict[str, Any] = {"platforms": ("cuda",), "refuses": kernels.refuses}
+on_cuda |= {"declines": kernels.declines, "tiles": kernels.tiles}
+
+
+@cumsum.kernel("triton", **on_cuda)
+def cumsum_on_gpu(x: Array, *, dim: int, tile: Any = None, interpret: bool = False) -> Array:
     """One pass over memory."""
-    return kernels.cumsum(x, dim=dim, interpret=interpret, over_devices=over_rows)
+    how: dict[str, Any] = {"tile": tile, "interpret": interpret, "over_devices": over_rows}
+    return kernels.cumsum(x, dim=dim, **how)

@@ -390,6 +390,7 @@ on_cuda: dict[str, Any] = {
     "platforms": ("cuda",),
     "refuses": arg_extreme.refuses,
     "declines": arg_extreme.declines,
+    "tiles": arg_extreme.tiles,
 }
 argmax_dim.kernel("triton", **on_cuda)(arg_extreme.argmax)
 argmin_dim.kernel("triton", **on_cuda)(arg_extreme.argmin)
