@@ -31,11 +31,24 @@ from ._selective_scan import (
     run,
     step_size,
 )
+from ._tiles import Tiles, varied
 
 MOST_STATES = 128
 FORWARD = Tile(channels=1, pieces=1, steps=8)
 FULL = 1024  # programs that keep the card busy
 SHORTEST = 128  # steps of a part
+
+
+def extents(u: Any, a: Any) -> dict[str, int | str]:
+    """What decides about the tiles of both directions."""
+    batch, length, d = u.shape
+    return {"sequences": batch, "steps": length, "channels": d, "states": a.shape[1]}
+
+
+def tiles(u: Any, delta: Any, a: Any, *rest: Any, **params: Any) -> Tiles:
+    """More or fewer steps, channels and threads of a channel."""
+    ways = {"channels": (1, 2), "pieces": (1, 2), "steps": (4, 8, 16)}
+    return Tiles.of(extents(u, a), FORWARD, *varied(FORWARD, **ways))
 
 
 def refuses(u: Any, delta: Any, a: Any, b: Any, c: Any, *rest: Any, **params: Any) -> str | None:

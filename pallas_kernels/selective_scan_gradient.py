@@ -9,7 +9,7 @@ bound by  instructions, and latency: 29 for each state and step, of which sums a
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +33,26 @@ from ._selective_scan import (
     run,
     step_size,
 )
-from .selective_scan import forward_kernel, refuses
+from ._tiles import Tiles, varied
+from .selective_scan import extents, forward_kernel, refuses
 
 BACKWARD = Tile(channels=2, pieces=1, steps=4)
 EDGES = Tile(channels=1, pieces=1, steps=8)
+
+
+class Cut(NamedTuple):
+    """How the gradient is cut: from the end, and for the states at the edges of its blocks."""
+
+    tile: Tile = BACKWARD
+    edges: Tile = EDGES
+
+
+def tiles_gradient(u: Any, delta: Any, a: Any, *rest: Any, **params: Any) -> Tiles:
+    """More steps, more or fewer channels."""
+    first = Cut()
+    back = [*varied(BACKWARD, channels=(1, 2), steps=(4, 8))]
+    edges = [*varied(EDGES, channels=(1, 2), steps=(4, 8, 16))]
+    return Tiles.of(extents(u, a), first, *varied(first, tile=back, edges=edges))
 
 
 def refuses_gradient(u: Any, delta: Any, a: Any, *rest: Any, **params: Any) -> str | None:
@@ -169,3 +185,10 @@ def backward(
         *(found["du"], found["ddelta"], summed("da"), summed("db"), summed("dc")),
         found["dstart"][..., :n],
     )
+
+
+def cut_backward(
+    *operands: Any, tile: Cut = Cut(), interpret: bool = False, **params: Any
+) -> tuple[jax.Array, ...]:
+    """:func:`backward`, by a setting."""
+    return backward(*operands, **tile._asdict(), interpret=interpret, **params)

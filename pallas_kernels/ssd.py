@@ -39,8 +39,22 @@ from ._ssd import (
     product,
     sums,
 )
+from ._tiles import FULL, Tiles, varied
 
 FORWARD = Tile(64, 64, 4, 2)
+
+
+def extents(x: Any, b: Any) -> dict[str, int | str]:
+    """What decides about the tiles of both directions."""
+    batch, length, heads, p = x.shape
+    sizes: dict[str, int | str] = {"heads": min(batch * heads, FULL), "steps": length, "width": p}
+    return sizes | {"states": b.shape[-1], "each": heads // b.shape[2]}
+
+
+def tiles(x: Any, dt: Any, a: Any, b: Any, *rest: Any, **params: Any) -> Tiles:
+    """Fewer steps at a time, fewer columns, more warps."""
+    ways = {"steps": (32, 64), "width": (32, 64), "warps": (2, 4, 8), "stages": (1, 2, 3)}
+    return Tiles.of(extents(x, b), FORWARD, *varied(FORWARD, **ways))
 
 
 def refuses(x: Any, dt: Any, a: Any, b: Any, *rest: Any, **params: Any) -> str | None:

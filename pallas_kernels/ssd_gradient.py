@@ -44,11 +44,28 @@ from ._ssd import (
     product,
     sums,
 )
-from .ssd import FORWARD, refuses
+from ._tiles import Tiles, varied
+from .ssd import FORWARD, extents, refuses
 
 BACKWARD = Tile(64, 64, 4, 2)
 FAR = Tile(64, 64, 4, 1)
 SPLITS = 2  # parts of the heads of a group
+
+
+class Cut(NamedTuple):
+    """How the gradient is cut: :func:`gradient` says of what each is."""
+
+    tile: Tile = BACKWARD
+    far: Tile = FAR
+    edge: Tile = FORWARD
+    splits: int = SPLITS
+
+
+def tiles_gradient(x: Any, dt: Any, a: Any, b: Any, *rest: Any, **params: Any) -> Tiles:
+    """More or fewer warps and stages of each kernel, and parts of the heads."""
+    first, ways = Cut(), {"warps": (4, 8), "stages": (1, 2, 3)}
+    several = {name: [*varied(getattr(first, name), **ways)] for name in ("tile", "far", "edge")}
+    return Tiles.of(extents(x, b), first, *varied(first, **several, splits=(1, 2, 4)))
 
 
 def refuses_gradient(x: Any, dt: Any, a: Any, b: Any, *rest: Any, **params: Any) -> str | None:
@@ -343,3 +360,10 @@ def gradient(
     )(summed[2], a, later, of_state, direct, fed, across)
     db, dc = (jnp.sum(d + e, 0).astype(b.dtype) for d, e in ((db, db_within), (dc, dc_within)))
     return dx, ddt, jnp.sum(da, (0, 1)).astype(a.dtype), db, dc, dinitial
+
+
+def cut_gradient(
+    *operands: Any, tile: Cut = Cut(), interpret: bool = False, **params: Any
+) -> tuple[jax.Array, ...]:
+    """:func:`gradient`, by a setting."""
+    return gradient(*operands, **tile._asdict(), interpret=interpret, **params)

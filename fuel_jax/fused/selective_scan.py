@@ -248,14 +248,19 @@ def one_step(u, delta, a, b, c, initial_state, *, delta_softplus):
 # -- on NVIDIA GPUs ------------------------------------------------------------------------
 
 selective_scan.kernel(
-    "triton", platforms=("cuda",), refuses=kernels.refuses, declines=kernels.declines
+    "triton",
+    platforms=("cuda",),
+    refuses=kernels.refuses,
+    declines=kernels.declines,
+    tiles=kernels.tiles,
 )(kernels.forward)
 selective_scan_backward.kernel(
     "triton",
     platforms=("cuda",),
     refuses=gradient_kernels.refuses_gradient,
     declines=kernels.declines,
-)(gradient_kernels.backward)
+    tiles=gradient_kernels.tiles_gradient,
+)(gradient_kernels.cut_backward)
 
 
 # -- as people write it --------------------------------------------------------------------

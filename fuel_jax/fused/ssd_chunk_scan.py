@@ -306,11 +306,16 @@ def ssd_chunk_scan(
 # -- on NVIDIA GPUs ------------------------------------------------------------------------
 
 ssd_chunk_scan.kernel(
-    "triton", platforms=("cuda",), refuses=kernels.refuses, declines=kernels.declines
+    "triton",
+    platforms=("cuda",),
+    refuses=kernels.refuses,
+    declines=kernels.declines,
+    tiles=kernels.tiles,
 )(kernels.scan)
 ssd_chunk_scan_backward.kernel(
     "triton",
     platforms=("cuda",),
     refuses=gradient_kernels.refuses_gradient,
     declines=kernels.declines,
-)(gradient_kernels.gradient)
+    tiles=gradient_kernels.tiles_gradient,
+)(gradient_kernels.cut_gradient)
