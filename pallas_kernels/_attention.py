@@ -203,9 +203,9 @@ def scored(
     if masked:
         seen = key < length
         if rules.left is not None:
-            seen &= key >= at - rules.left
+            seen = seen & (key >= at - rules.left)
         if rules.right is not None:
-            seen &= key <= at + rules.right
+            seen = seen & (key <= at + rules.right)
         s = jnp.where(seen, s, -jnp.inf)
         bend = None if bend is None else jnp.where(seen, bend, 0)
     return Score(s, unit, bend, seen)

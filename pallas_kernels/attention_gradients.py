@@ -1,16 +1,19 @@
 """The gradients of attention, from its scores made again.
 
-key_gradients
-    grid      blocks of keys × key heads × sequences
-    reads     the queries that see some key of a block, of all heads of its group
 query_gradients
     grid      blocks of rows × heads × sequences
     reads     the keys and values that some row of a block sees
-bound by  tensor cores, four and three products of each score: every score is made twice, so that no
+key_gradients
+    grid      blocks of keys × key heads × sequences
+    reads     the queries that see some key of a block, of all heads of its group
+bound by  tensor cores, three and four products of each score: every score is made twice, so that no
           two programs add to one number, and the bits are always the same
 
-Σ p · dp over the keys of a row is taken from the result, which has been rounded: where one weight
-is nearly 1, slopes are off by that rounding times the cotangent.
+Σ p · dp over the keys of a row is Σ o · do, but the result o has been rounded, and where one weight
+is nearly 1 slopes are small differences.  The slopes of a row add up to 0: what they add up to
+instead is what rounding did, and the keys' gradients, which come second, are without it.  The
+queries' own had to go by what was known; each row has that taken back at its largest weight.  Of
+the others none is more than half, and there it is below what rounding does to the slope itself.
 
 Dao 2023, arXiv:2307.08691.
 """
@@ -34,6 +37,7 @@ from ._attention import (
     Tile,
     base_of,
     block,
+    columns_of,
     dot,
     dot_turned,
     finite,
@@ -44,7 +48,7 @@ from ._attention import (
     scored,
     slopes_of,
 )
-from ._launch import cdiv, launch, like, program_id
+from ._launch import cdiv, launch, like, power_of_two, program_id
 from ._rows import counted
 
 
@@ -124,10 +128,12 @@ def query_gradients_kernel(
     g_ref: Any,
     lse_ref: Any,
     delta_ref: Any,
+    dlse_ref: Any,
     slopes: Any,
     lengths: Any,
     dq_ref: Any,
     dslope_ref: Any,
+    exact_ref: Any,
     *,
     sizes: Sizes,
     tile: Tile,
@@ -141,26 +147,47 @@ def query_gradients_kernel(
     q, g = (block(ref, (sequence, head), rows.number) for ref in (q_ref, g_ref))
     lse = numbers(lse_ref, (sequence, head), rows.number, jnp.inf)
     delta = numbers(delta_ref, (sequence, head), rows.number, 0)
-    level = base_of(lse)[:, None]
+    level, at_key = base_of(lse)[:, None], (sequence, head // sizes.group)
+    numbered = power_of_two(cdiv(sizes.sk, tile.keys) * tile.keys) - 1
 
     def step(masked: bool) -> Callable[..., Any]:
         def over(j: Any, carry: Any) -> Any:
-            dq, dslope = carry
+            dq, dslope, lost, largest = carry
             keys = j * tile.keys + counted(tile.keys)
-            k, v = (block(ref, (sequence, head // sizes.group), keys) for ref in (k_ref, v_ref))
+            k, v = (block(ref, at_key, keys) for ref in (k_ref, v_ref))
             at, key = rows.at[:, None], keys[None, :]
             x = scored(dot_turned(q, k), at, key, rows.slope, length, rules, masked)
-            ds = x.weights(level) * (dot_turned(g, v) - delta[:, None])
+            p = x.weights(level)
+            ds = p * (dot_turned(g, v) - delta[:, None])
             if masked:
                 ds, k = jnp.where(x.seen, ds, 0), finite(k)
             if dslope is not None:
-                dslope += jnp.sum(ds * jnp.abs(at - key).astype(jnp.float32), axis=1)
-            return dq + dot(bent(ds, x).astype(k.dtype), k), dslope
+                dslope = dslope + jnp.sum(ds * jnp.abs(at - key).astype(jnp.float32), axis=1)
+            if exact_ref is not None:
+                # Weights compare as integers do; the last of their bits make room for the number.
+                ranked = lax.bitcast_convert_type(p, jnp.int32) & ~numbered | key
+                lost, largest = lost + jnp.sum(ds, 1), jnp.maximum(largest, jnp.max(ranked, 1))
+            return dq + dot(bent(ds, x).astype(k.dtype), k), dslope, lost, largest
 
         return over
 
-    dslope = None if slopes is None else jnp.zeros(tile.rows, jnp.float32)
-    dq, dslope = rows.keys.over(step, (jnp.zeros(q.shape, jnp.float32), dslope))
+    zeros = jnp.zeros(tile.rows, jnp.float32)
+    start = jnp.zeros(q.shape, jnp.float32), None if slopes is None else zeros
+    start += (None, None) if exact_ref is None else (zeros, zeros.astype(jnp.int32))
+    dq, dslope, lost, largest = rows.keys.over(step, start)
+    if exact_ref is not None:
+        if dlse_ref is not None:
+            lost = lost - numbers(dlse_ref, (sequence, head), rows.number, 0)
+        put_numbers(exact_ref, (sequence, head), rows.number, delta + lost)
+        # One more block of keys, each of which concerns one row.
+        key, mine = jnp.minimum(largest & numbered, sizes.sk - 1), counted(tile.rows)
+        k = finite(columns_of(k_ref, (*at_key, key[:, None]), None))
+        at, key, mine = rows.at[:, None], key[None, :], mine[:, None] == mine[None, :]
+        x = scored(dot_turned(q, k), at, key, rows.slope, length, rules, True)
+        ds = jnp.where(mine & x.seen, -x.weights(level) * lost[:, None], 0)
+        if dslope is not None:
+            dslope = dslope + jnp.sum(ds * jnp.abs(at - key).astype(jnp.float32), axis=1)
+        dq = dq + dot(bent(ds, x).astype(k.dtype), k)
     put(dq_ref, (sequence, head), rows.number, dq * rules.scale)
     if dslope is not None:
         put_numbers(dslope_ref, (sequence, head), rows.number, -dslope)
@@ -185,6 +212,7 @@ def gradients(
     rules: Rules,
     of_keys: Tile,
     of_queries: Tile,
+    whole: bool = True,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """(dq, dk, dv, dslopes), the last ``[b, h, sq]`` in float32: what each query says of its slope.
@@ -202,6 +230,7 @@ def gradients(
         rules: the same.
         of_keys: what a program of the gradient of k and v works on.
         of_queries: what one of the gradient of q works on.
+        whole: ``o`` and ``lse`` are of these keys; if they are of more, slopes add up to something.
         interpret: run without a GPU.
     """
     sizes = Sizes.of(q, k)
@@ -209,7 +238,6 @@ def gradients(
     delta = jnp.sum(o.astype(jnp.float32) * g.astype(jnp.float32), axis=-1)
     if dlse is not None:
         delta = delta - dlse
-    operands = (q, k, v, g, lse, delta, slopes, lengths)
 
     def run(kernel: Callable[..., None], name: str, out: Any, tile: Tile, *grid: int) -> Any:
         return launch(
@@ -220,13 +248,17 @@ def gradients(
             warps=tile.warps,
             stages=tile.stages,
             interpret=interpret,
-        )(*operands)
+        )
 
     n_keys, n_rows = cdiv(sizes.sk, of_keys.keys), cdiv(sizes.sq, of_queries.rows)
-    out = like(k), like(v)
-    dk, dv = run(key_gradients_kernel, "attention_key_gradients", out, of_keys, n_keys, sizes.hk)
-    out = like(q), None if slopes is None else like(lse)
-    dq, dslopes = run(
+    out = like(q), None if slopes is None else like(lse), like(lse) if whole else None
+    of_rows = run(
         query_gradients_kernel, "attention_query_gradients", out, of_queries, n_rows, sizes.h
     )
+    dq, dslopes, exact = of_rows(q, k, v, g, lse, delta, dlse, slopes, lengths)
+    out = like(k), like(v)
+    of_columns = run(
+        key_gradients_kernel, "attention_key_gradients", out, of_keys, n_keys, sizes.hk
+    )
+    dk, dv = of_columns(q, k, v, g, lse, exact if whole else delta, slopes, lengths)
     return dq, dk, dv, dslopes

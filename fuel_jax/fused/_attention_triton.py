@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels._attention import Rules, Tile
@@ -22,6 +23,9 @@ WIDEST = 256  # of a head, for its rows to fit on the chip
 TOGETHER = 64  # rows of a group's heads that one program takes at once, at most
 PROGRAMS = 264  # two on each of 132 multiprocessors
 PART = 256  # keys that are worth a program of their own
+
+# Whether result and log-sum-exp are of more keys than a gradient is given, as in ring attention.
+OF_MORE = jax.make_user_context(False)
 
 # By the width of a head, up to:
 FORWARD = {64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 4, 2), 256: Tile(128, 32, 8, 3)}
@@ -109,6 +113,7 @@ def backward(q, k, v, o, lse, do, dlse, alibi, k_len, *, tile=None, interpret=Fa
         *(q, k, v, o, lse, do, dlse, alibi, lengths_of(k_len, b, sk)),
         rules=rules_of(q, sk, **params),
         **cut(plan, tile),
+        whole=not OF_MORE.value,
         interpret=interpret,
     )
     return dq, dk, dv, None if dslopes is None else dslopes.sum((0, 2)).astype(alibi.dtype)

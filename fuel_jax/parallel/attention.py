@@ -18,6 +18,7 @@ from .._choose import server
 from ..errors import ArgumentError
 from ..fused import _attention as maths
 from ..fused._attention import Rules
+from ..fused._attention_triton import OF_MORE
 from ..fused.flash_attn import flash_attn, flash_attn_backward
 from ..numerics import check, vary_alike, wide
 from ..types import Array
@@ -365,7 +366,8 @@ def pull_part(options: Any, saved: tuple[Array, ...], cotangents: Any) -> tuple[
 
 def by_given_lse(params: Any, q: Array, k: Array, v: Array, o: Array, lse: Array, do, dlse):
     """Weights exp(s − lse) are those among the keys of all parts."""
-    return tuple(flash_attn_backward(q, k, v, o, lse, do, dlse, **params)[:3])
+    with OF_MORE(True):
+        return tuple(flash_attn_backward(q, k, v, o, lse, do, dlse, **params)[:3])
 
 
 def by_own_lse(params: Any, q: Array, k: Array, v: Array, o: Array, lse: Array, do, dlse):
