@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import Op
-from ._check import check
+from ._check import check, platform_here
 from ._environment import environment
 from ._examples import FLOATS
 from ._pages import listing, page, table
@@ -100,6 +100,18 @@ def run_profile(given: Sequence[str]) -> int:
         help=f"one of {', '.join(FLOATS)}; repeatable.  Otherwise float32 and bfloat16",
     )
     parser.add_argument("--out", metavar="FILE", help="the report; otherwise this machine's own")
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="try the settings of each kernel instead, and keep the best in a table of tiles",
+    )
+    parser.add_argument(
+        "--size",
+        action="append",
+        type=elements,
+        metavar="N",
+        help="elements of the largest operand, at most; repeatable.  Otherwise three sizes",
+    )
     parser.add_argument("--list", action="store_true", help="print what is there and do nothing")
     parser.add_argument("--tiny", action="store_true", help="small shapes only: to try it out")
     parser.add_argument(
@@ -114,20 +126,30 @@ def run_profile(given: Sequence[str]) -> int:
     parser.add_argument(
         "--rows", metavar="FILE", help="suites: append a line of JSON for each case"
     )
+    parser.add_argument(
+        "--mesh",
+        metavar="AXIS=N",
+        help="train-step: its batch or its weights over N devices, beside one: data=2, model=2, "
+        "data=2,model=4",
+    )
     parser.add_argument("case", nargs="*", help="suites: names or their beginning words, * for any")
     asked = parser.parse_args(given)
+    if asked.mesh and asked.suite != "train-step":
+        parser.error("--mesh belongs to --suite train-step")
     if asked.suite == "default":
         if asked.case or asked.rows:
             parser.error("cases and --rows belong to the other suites; name an op with --op")
         return profile_ops(asked)
-    if asked.op or asked.out or asked.dtype:
-        parser.error("--op, --dtype and --out belong to the default suite; name cases instead")
+    if asked.op or asked.out or asked.dtype or asked.tune or asked.size:
+        parser.error("--op, --dtype, --out, --tune and --size belong to the default suite")
     # PyTorch's memory comes from the same card; JAX would take most of it beforehand.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     suite: Any
     runner: Any
     if asked.suite == "several":
         from .judge import several as runner, several as suite
+    elif asked.mesh:
+        from .judge import mesh_step as runner, mesh_step as suite
     elif asked.suite == "train-step":
         from .judge import train_step as runner, train_step as suite
     elif asked.suite == "decode":
@@ -135,25 +157,40 @@ def run_profile(given: Sequence[str]) -> int:
     else:
         from .judge import h200 as suite, profile as runner
 
-    cases = suite.chosen(asked.case)
+    cases = suite.chosen(asked.case, asked.mesh) if asked.mesh else suite.chosen(asked.case)
     if asked.list:
         print("\n".join(case.name for case in cases))
         return 0
     return runner.profile(cases, asked.rows, asked.tiny)
 
 
+def elements(given: str) -> int:
+    """A number of elements."""
+    if not given.isdecimal() or not int(given):
+        raise argparse.ArgumentTypeError(f"{given!r} is no number of elements, such as 1048576")
+    return int(given)
+
+
 def profile_ops(asked: argparse.Namespace) -> int:
-    """Measure what the report lacks."""
-    from .judge import default_path, progress, suite
+    """Measure what the report lacks, or the table of tiles."""
+    from .judge import default_path, progress, suite, tiles_path, tuning
 
     ops = [found(name) for name in asked.op] if asked.op else None
     dtypes = read_dtypes(asked.dtype) if asked.dtype else suite.DTYPES
-    calls = suite.calls(ops, dtypes, suite.SIZES[:1] if asked.tiny else suite.SIZES)
+    sizes = asked.size or (suite.SIZES[:1] if asked.tiny else suite.SIZES)
+    calls = (tuning if asked.tune else suite).calls(ops, dtypes, sizes)
+    if asked.tune and not calls:
+        raise UnsupportedKernel(
+            f"none of {', '.join(asked.op or ['the ops'])} has a kernel for "
+            f"{platform_here()} that can be cut in several ways. Nothing was measured."
+        )
     if asked.list:
         print("\n".join(map(str, calls)))
         return 0
-    path = asked.out or default_path()
+    path = asked.out or (tiles_path() if asked.tune else default_path())
     try:
+        if asked.tune:
+            return tune_ops(calls, path)
         report = suite.opened(path)
         report.save(path)  # now, rather than fail to after the first minute
     except OSError as error:
@@ -169,6 +206,24 @@ def profile_ops(asked: argparse.Namespace) -> int:
     failed = [f"{e.call}  {n}: {why}" for e in report.entries for n, why in e.failed.items()]
     print("\n".join([f"failed: {line}" for line in failed] + [f"done: {path}"]))
     return bool(failed)
+
+
+def tune_ops(calls: Sequence[Any], path: str | os.PathLike[str]) -> int:
+    """Measure what a table of tiles lacks."""
+    from .judge import progress, tuning
+
+    table = tuning.TileFile.opened(path)
+    table.save(path)
+    print(f"{len(calls)} calls into {path}; {len(table)} rows are there", flush=True)
+    try:
+        with progress.shown(len(calls)) as told:
+            for done, line in tuning.tune(table, path, calls):
+                told(done, line)
+    except KeyboardInterrupt:
+        print(f"stopped: {len(table)} are in {path}; the same command goes on from there")
+        return 130
+    print(f"done: {len(table)} rows in {path}")
+    return 0
 
 
 def run_report(given: Sequence[str]) -> int:

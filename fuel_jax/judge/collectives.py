@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import Counter
@@ -17,6 +18,9 @@ CALL = re.compile(rf"= (\(?[^=]*?\)?) ({KINDS})(?:-start)?\(")
 ARRAY = re.compile(r"([a-z]+\d+|pred)\[([\d,]*)\]")
 WIDTHS = {"pred": 1, "bf16": 2}
 COMMENT = re.compile(r"/\*.*?\*/")  # the number of each fifth result
+COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*?\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+CALLED = re.compile(r"(?:body|to_apply|calls|(?:true|false)_computation)=%?([\w.-]+)")
+TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 ALONE = re.compile(r"replica_groups=(?:\{\{\d+\}(?:,\{\d+\})*\}|\[\d+,1\]<=)")  # nothing is sent
 
 
@@ -35,6 +39,24 @@ def sent(program: str) -> dict[str, int]:
             width = WIDTHS.get(dtype) or int(re.sub(r"\D", "", dtype)) // 8
             found[kind] += width * math.prod(int(n) for n in shape.split(",") if n)
     return dict(found)
+
+
+def sent_in_all(program: str) -> dict[str, int]:
+    """The same, with what is in a loop as often as the loop runs, where the program says so."""
+    parts = {name: body for name, body in COMPUTATION.findall(program)}
+
+    @functools.cache
+    def of(name: str) -> Counter[str]:
+        found = Counter(sent(parts.get(name, "")))
+        for line in parts.get(name, "").splitlines():
+            runs = TRIPS.search(line)
+            for called in CALLED.findall(line):
+                for kind, n in of(called).items():
+                    found[kind] += n * (int(runs[1]) if runs else 1)
+        return found
+
+    (entry,) = re.findall(r"^ENTRY %?([\w.-]+)", program, re.MULTILINE)
+    return dict(of(entry))
 
 
 def collectives(program: Any, *arrays: Any) -> dict[str, int]:

@@ -220,7 +220,8 @@ def held(case: Split, mesh: Mesh, programs: dict[str, Any]) -> list[dict[str, An
 
 def chosen(asked: Sequence[str], devices: int | None = None) -> list[Case]:
     """The cases of the names, their beginning words, or patterns with ``*``; all for none."""
-    cases = [*splits(devices or jax.device_count()), *spread.CASES, *mesh_step.STEPS]
+    cases = [*splits(devices or jax.device_count()), *spread.CASES]
+    cases += mesh_step.steps(devices or jax.device_count())
     for pattern in asked:
         if not any(fits(case.name, pattern) for case in cases):
             raise UnknownName(f"no case {pattern!r} in the suite; --list prints their names")

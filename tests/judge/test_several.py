@@ -11,7 +11,7 @@ import pytest
 import fuel_jax
 from fuel_jax.errors import UnknownName
 from fuel_jax.judge import several, spread
-from fuel_jax.judge.collectives import sent
+from fuel_jax.judge.collectives import sent, sent_in_all
 from fuel_jax.types import Array, Floats
 
 DEVICES = jax.devices()[:2]
@@ -96,6 +96,29 @@ def test_what_was_started_is_counted_once():
       %d = pred[8]{0} collective-permute(%y), source_target_pairs={{0,1},{1,0}}
     """
     assert sent(program) == {"all-reduce": 60, "all-gather": 48, "collective-permute": 8}
+
+
+def test_what_a_loop_sends_is_counted_as_often_as_it_runs():
+    program = """HloModule jit_f
+
+    %body.1 (p: (s32[], f32[4])) -> (s32[], f32[4]) {
+      %sum = f32[4]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+      ROOT %t = (s32[], f32[4]) tuple(%i, %sum)
+    }
+
+    %condition.1 (p: (s32[], f32[4])) -> pred[] {
+      ROOT %c = pred[] compare(%i, %n), direction=LT
+    }
+
+    ENTRY %main (x: f32[4]) -> f32[4] {
+      %w = (s32[], f32[4]) while(%t), condition=%condition.1, body=%body.1, TRIPS
+      ROOT %b = f32[8]{0} all-gather(%y), replica_groups={{0,1}}, dimensions={0}
+    }
+    """
+    program = program.replace("TRIPS", 'backend_config={"known_trip_count":{"n":"22"}}')
+    program = "\n".join(line.removeprefix("    ") for line in program.splitlines())
+    assert sent(program) == {"all-reduce": 16, "all-gather": 32}
+    assert sent_in_all(program) == {"all-reduce": 22 * 16, "all-gather": 32}
 
 
 def test_what_is_sent_during_compute():

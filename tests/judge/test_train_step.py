@@ -9,7 +9,8 @@ import pytest
 
 from fuel_jax import fuse
 from fuel_jax.__main__ import main
-from fuel_jax.judge import llama, train_step
+from fuel_jax.errors import UnknownName
+from fuel_jax.judge import llama, mesh_step, train_step
 
 CONFIG = llama.Config(**train_step.TINY | {"width": 16, "hidden": 24, "length": 12})
 
@@ -74,3 +75,39 @@ def test_kernels_are_named_by_what_they_do():
     took = {"nvjet_tst_128x256": 5.0, "gemm_fusion_dot_3": 2.0, "loop_add_fusion_12": 1.0}
     took |= {"loop_add_fusion": 1.5, "cudnn_generated_fort_native_sdpa_sm90_flash_fprop": 3.0}
     assert train_step.shares(took) == {"products": 7, "cuDNN attention": 3, "loop_add_fusion": 2}
+
+
+@pytest.mark.parametrize("over", ["data=2", "model=2"])
+def test_a_mesh_trains_as_one_device_does(over, tmp_path, capsys):
+    """What is sent are sums: of gradients, or of what the halves of a layer add to the stream."""
+    file = tmp_path / "rows.jsonl"
+    arguments = ["profile", "--suite", "train-step", "--mesh", over, "--tiny", "--rows", str(file)]
+    assert main([*arguments, "llama 1.1B B4 S4096 bf16 V32000"]) == 0
+    (row,) = map(json.loads, file.read_text().splitlines())
+    assert row["case"] == f"train_step {over} llama 1.1B B4 S4096 bf16 V32000"
+    (first, second), losses = row["losses"]
+    assert losses == pytest.approx([first, second], rel=1e-3)
+    assert first - second > 5e-3 * first  # so that a wrong gradient shows
+    assert row["temporary_bytes"] < row["peers"]["one device"]["temporary_bytes"]
+    most = 2 * row["predicted_bytes"]  # a CPU sums halves in float32
+    if (
+        over == "model=2"
+    ):  # and what five products give back, each by itself, where two sums would do
+        config = llama.Config()._replace(**train_step.TINY)
+        most += config.layers * 3 * config.tokens * config.width * 4
+    assert row["sent"].keys() == {"all-reduce"}
+    assert row["predicted_bytes"] <= row["sent"]["all-reduce"] <= most + 16
+    assert "efficiency" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("over", "says"),
+    [
+        ("rows=2", "no mesh 'rows=2'; wanted data=N, model=N or data=N,model=N"),
+        ("data=2,data=2", "no mesh 'data=2,data=2'; wanted"),
+        ("model=8", "it takes 8 devices and there are 4"),
+    ],
+)
+def test_a_mesh_that_is_none(over, says):
+    with pytest.raises(UnknownName, match=says):
+        mesh_step.chosen([], over)
