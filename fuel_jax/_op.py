@@ -43,7 +43,8 @@ from ._choose import (
     never,
 )
 from ._parameters import Call
-from ._sharding import Rule, rule_of, split, told
+from ._parts import split
+from ._sharding import Rule, rule_of, told
 from ._signature import Signature
 from .errors import ArgumentError, SignatureError, UnsupportedKernel
 from .numerics import Precision as Precision, check, tie, vary_alike
@@ -213,7 +214,9 @@ class Op(Generic[P, R]):
     def _public(self) -> inspect.Signature:
         """That of ``adapt``: reading it costs more than a call."""
         assert self.adapt is not None
-        return inspect.signature(self.adapt)
+        python, empty = inspect.signature(self.adapt), inspect.Signature.empty
+        names = [p.replace(annotation=empty) for p in python.parameters.values()]
+        return python.replace(parameters=names, return_annotation=empty)
 
     def _core(self, call: Call, *arrays: Any) -> Any:
         """What is differentiated: here, whatever runs."""
@@ -378,7 +381,7 @@ class Op(Generic[P, R]):
         """``rms_norm_last_dim(x[*batch d], *, eps=1e-06)``."""
         if self.adapt is None:
             return self.signature.usage()
-        return f"{self.name}{self._public.replace(return_annotation=inspect.Signature.empty)}"
+        return f"{self.name}{self._public}"
 
     def __repr__(self) -> str:
         return f"<op {self.usage()}; {', '.join(k.name for k in self.kernels)}>"

@@ -28,7 +28,9 @@ class X64Required(ArgumentError):
 class UnknownName(ArgumentError, KeyError):
     """No op, kernel or dtype has this name."""
 
-    __str__ = Exception.__str__  # KeyError would show the message quoted
+    def __str__(self) -> str:
+        """The message as it is: KeyError would show it quoted."""
+        return Exception.__str__(self)
 
 
 class FileError(FuelError, ValueError):

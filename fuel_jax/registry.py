@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 from ._choose import PIN
 from ._fused import FusedOp
@@ -13,6 +13,7 @@ from ._op import Op, P, R
 from .errors import ArgumentError, UnsupportedKernel
 from .op_kind import FusedOps, OpKind, unknown
 
+C = ParamSpec("C")
 K = TypeVar("K")
 V = TypeVar("V", bound=Any)
 
@@ -50,7 +51,15 @@ OPS: Mapping[OpKind, Op] = View("OPS, by kind", _OPS)
 FUSED: Mapping[int, FusedOp] = View("FUSED, by id", _FUSED)
 
 
-def op(kind: OpKind, **contract: Any) -> Callable[[Callable[P, R]], Op[P, R]]:
+@overload
+def op(
+    kind: OpKind, *, adapt: Callable[C, Any], **contract: Any
+) -> Callable[[Callable[..., R]], Op[C, R]]: ...
+@overload
+def op(
+    kind: OpKind, *, adapt: None = None, **contract: Any
+) -> Callable[[Callable[P, R]], Op[P, R]]: ...
+def op(kind: OpKind, **contract: Any) -> Any:
     """Declare a plain op; the decorated body is its decomposition."""
     return lambda body: enter(Op(body, kind=kind, **contract))
 

@@ -95,4 +95,4 @@ class Fuse:
         return reported
 
 
-fuse = Fuse()
+fuse: Fuse = Fuse()

@@ -59,7 +59,7 @@ KINDS: dict[int, tuple[str, int, int]] = {
     **{29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66)},
     **{39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18)},
 }
-DTYPES = {
+DTYPES: dict[str, Any] = {
     **{"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F64": np.float64},
     **{"I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64},
 }
@@ -175,7 +175,14 @@ def read(path: str | os.PathLike[str]) -> File:
 class Reading:
     """A header being read: the place, and how much more it may hold."""
 
-    def __init__(self, path: Path, data: mmap.mmap):
+    path: Path
+    data: mmap.mmap
+    at: int
+    end: int
+    strings: int
+    arrays: int
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.at = path, data, 0
         self.end = min(len(data), HEADER)
         self.strings = self.arrays = 0

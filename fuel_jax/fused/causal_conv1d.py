@@ -122,8 +122,8 @@ def padded_on_the_left(
 
 
 def shift_and_add(
-    x: Any, weight: Any, bias: Any = None, *, taps: Any, use_silu: bool, cut: Any
-) -> Any:
+    x: Array, weight: Array, bias: Array | None = None, *, taps: int, use_silu: bool, cut: bool
+) -> Array:
     """Every tap times the sequence moved to the right; ``weight`` is ``[c, taps]``.
 
     Padded on both sides and then cut, as in PyTorch, or on the left only.

@@ -31,7 +31,11 @@ PRECISION = Precision(float32=2e-6)
 
 
 # Where a block of an example keeps its halves, and their size: weights come out near 0.3.
-HALVES = {"Q4_0": ((0,), 2**-5), "Q4K": ((0, 2), 2**-11), "Q6K": ((208,), 2**-13)}
+HALVES: dict[str, tuple[tuple[int, ...], float]] = {
+    "Q4_0": ((0,), 2**-5),
+    "Q4K": ((0, 2), 2**-11),
+    "Q6K": ((208,), 2**-13),
+}
 
 
 def stream(quant_type: str, k: int, n: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import time
@@ -13,10 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import flash_attn, nf4_matmul, qmatmul, rope, write_slice_doff
+from ..types import Array
 from . import h200, llama
 from .device_time import Burst, interleaved, kernels
 from .llama import HALF, Config, Params
 from .profile import Suite, run
+from .suite import reason
 from .train_step import shares
 from .workload import Spec, filled
 
@@ -124,19 +127,22 @@ def profile(cases: Sequence[Case], rows: str | None = None, tiny: bool = False) 
 class Decoding:
     """One cache that the forms hand on to each other: each writes into its memory."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config) -> None:
         self.config = config
         shape = (config.batch, config.kv_heads, config.length, config.head_width)
         self.cache: Any = [
             (jnp.ones(shape, HALF), jnp.ones(shape, HALF)) for _ in range(config.layers)
         ]
-        self.tokens = jnp.zeros(config.batch, jnp.int32)
-        self.at = jnp.int32(config.length - 1)
+        self.tokens: Array = jnp.zeros(config.batch, jnp.int32)
+        self.at: Array = jnp.int32(config.length - 1)
 
-    def compiled(self, params: Params) -> Burst:
-        """Steps with these weights."""
+    def lowered(self, params: Params) -> Any:
+        """A step with these weights, to be compiled."""
         step_ = jax.jit(functools.partial(step, self.config), donate_argnums=1)
-        program = step_.lower(params, self.cache, self.tokens, self.at).compile()
+        return step_.lower(params, self.cache, self.tokens, self.at)
+
+    def burst(self, program: Any, params: Params) -> Burst:
+        """Steps with these weights."""
 
         def burst(n: int) -> float:
             since = time.perf_counter()
@@ -151,20 +157,45 @@ class Decoding:
 def measured(case: Case, tiny: bool) -> dict[str, Any]:
     """A case's row."""
     config = case.config._replace(**TINY) if tiny else case.config
-    decoding, bursts, size, failed = Decoding(config), {}, {}, {}
-    for form in FORMS:
-        params = init(config, form, jax.random.key(0))
-        size[form] = sum(x.nbytes for x in jax.tree.leaves(params))
-        try:
-            bursts[form] = decoding.compiled(params)
-        except Exception as error:  # whatever a compiler or a driver may raise is a finding
-            failed[form] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    decoding = Decoding(config)
+    weights: dict[str, Params] = {}
+    bursts: dict[str, Burst] = {}
+    known: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    waiting: dict[str, Any] = {}
+    # A step is hundreds of kernels: all forms are compiled at once.
+    with concurrent.futures.ThreadPoolExecutor(len(FORMS)) as pool:
+        for form in FORMS:
+            try:
+                weights[form] = init(config, form, jax.random.key(0))
+                waiting[form] = pool.submit(timed, decoding.lowered(weights[form]))
+            except Exception as failure:  # whatever a compiler or a driver may raise is a finding
+                failed[form] = reason(failure)
+        for form, compiling in waiting.items():
+            try:
+                program, seconds = compiling.result()
+            except Exception as failure:
+                failed[form] = reason(failure)
+                continue
+            needs = program.memory_analysis()
+            known[form] = {
+                "compile_s": round(seconds, 1),
+                "weight_bytes": sum(x.nbytes for x in jax.tree.leaves(weights[form])),
+                "temporary_bytes": needs.temp_size_in_bytes if needs else 0,
+            }
+            bursts[form] = decoding.burst(program, weights[form])
     times: dict[str, dict[str, Any]] = {
-        form: got | {"weight_bytes": size[form], "kernels_us": shares(kernels(bursts[form], 4))}
+        form: got | known[form] | {"kernels_us": shares(kernels(bursts[form], 4))}
         for form, got in interleaved(bursts, *((1, 0) if tiny else (5, 0.1))).items()
     }
     row = {"case": case.name, "tokens": config.batch, **times.pop(OURS, {}), "peers": times}
     return row | ({"failed": failed} if failed else {})
+
+
+def timed(lowered: Any) -> tuple[Any, float]:
+    """The program, and the seconds that compiling took."""
+    since = time.perf_counter()
+    return lowered.compile(), time.perf_counter() - since
 
 
 def lines(row: dict[str, Any]) -> list[str]:
@@ -174,7 +205,9 @@ def lines(row: dict[str, Any]) -> list[str]:
         rate, total = row["tokens"] / got["us"] * 1e6, sum(got["kernels_us"].values())
         shown.append(
             f"  {name:<10}{rate:>8,.0f} tokens/s; {got['us']:,.0f} µs a step, {total:,} in "
-            f"kernels; {got['weight_bytes'] / 2**30:.2f} GiB of weights"
+            f"kernels; {got['weight_bytes'] / 2**30:.2f} GiB of weights, "
+            f"{got['temporary_bytes'] / 2**20:.0f} MiB of temporaries; compiled in "
+            f"{got['compile_s']:.0f} s"
         )
         parts = (f"{kind} {us / total:.0%}" for kind, us in got["kernels_us"].items())
         shown += [f"    {', '.join(parts)}"] * bool(total)

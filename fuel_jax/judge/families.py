@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,10 +51,13 @@ def rows(op: Any, plain: Any, *, r: int, c: int, **params: Any) -> Work:
     return Work(op, (Spec((r, c)),), params, (FEW,), (FEW,), peers=peers)
 
 
-softmax = functools.partial(rows, softmax_last_dim, lambda x: jax.nn.softmax(x, -1))
-log_softmax = functools.partial(rows, log_softmax_last_dim, lambda x: jax.nn.log_softmax(x, -1))
-rms_norm = functools.partial(rows, rms_norm_last_dim, spellings.rms_norm, eps=1e-6)
-layer_norm = functools.partial(rows, layer_norm_last_dim, spellings.layer_norm, eps=1e-6)
+Family = Callable[..., Work]
+softmax: Family = functools.partial(rows, softmax_last_dim, lambda x: jax.nn.softmax(x, -1))
+log_softmax: Family = functools.partial(
+    rows, log_softmax_last_dim, lambda x: jax.nn.log_softmax(x, -1)
+)
+rms_norm: Family = functools.partial(rows, rms_norm_last_dim, spellings.rms_norm, eps=1e-6)
+layer_norm: Family = functools.partial(rows, layer_norm_last_dim, spellings.layer_norm, eps=1e-6)
 
 
 def cross_entropy(*, r: int, v: int) -> Work:
@@ -70,7 +74,9 @@ def cross_entropy(*, r: int, v: int) -> Work:
     )
 
 
-def attention(*, b: int, h: int, hk: int, s: int, d: int, alibi: bool = False, **params) -> Work:
+def attention(
+    *, b: int, h: int, hk: int, s: int, d: int, alibi: bool = False, **params: Any
+) -> Work:
     """Attention of s positions to themselves; h heads of queries, hk of keys."""
     kv = Spec((b, hk, s, d))
     specs = (Spec((b, h, s, d)), kv, kv, *([Spec((h,), kind="positive")] if alibi else []))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import flash_attn, fused_softmax_cross_entropy, rms_norm_last_dim, rope
+from ..types import Array
 
 Params = dict[str, Any]
 HALF = jnp.bfloat16
@@ -60,18 +61,20 @@ def cast(p: Params) -> Params:
     return {name: w.astype(HALF) if w.ndim > 1 else w for name, w in p.items()}
 
 
-def stacked(layer, x, weights, *, policy=None):
+def stacked(
+    layer: Callable[..., Any], x: Any, weights: Params, *, policy: Callable[..., Any] | None = None
+) -> Any:
     """Layer after layer, each computed again in the backward pass but for what a policy keeps."""
     again = jax.checkpoint(lambda x, p: layer(x, cast(p)), policy=policy)
     return lax.scan(lambda x, p: (again(x, p), None), x, weights)[0]
 
 
-def keeps_attention(primitive, *operands, **params):
+def keeps_attention(primitive: Any, *operands: Any, **params: Any) -> bool:
     """A policy: cuDNN's attention is not computed again."""
     return primitive.name.startswith("dot_product_attention_fwd")
 
 
-def halves_stacked(layer, x, weights):
+def halves_stacked(layer: Callable[..., Any], x: Any, weights: Params) -> Any:
     """As :func:`stacked`; gradients stay halves, as the products give them, until Adam reads them.
 
     The transposed cast would write those of all layers in float32, at twice the size.
@@ -97,21 +100,23 @@ def halves_stacked(layer, x, weights):
 # -- plain JAX -----------------------------------------------------------------------------
 
 
-def plain_norm(x, gain):
+def plain_norm(x: Array, gain: Array) -> Array:
     """Root mean square, in float32."""
     wide = x.astype(jnp.float32)
     mean = (wide * wide).mean(-1, keepdims=True)
     return (wide * lax.rsqrt(mean + EPS) * gain).astype(x.dtype)
 
 
-def plain_rope(x, cos, sin):
+def plain_rope(x: Array, cos: Array, sin: Array) -> Array:
     """Rotary positions, in float32."""
     a, b = jnp.split(x.astype(jnp.float32), 2, -1)
     cos, sin = cos[None, :, None], sin[None, :, None]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-def plain_attention(q, k, v, cos, sin, *, implementation):
+def plain_attention(
+    q: Array, k: Array, v: Array, cos: Array, sin: Array, *, implementation: Any
+) -> Array:
     """JAX's own, dense or by cuDNN."""
     return jax.nn.dot_product_attention(
         *(plain_rope(q, cos, sin), plain_rope(k, cos, sin), v),
@@ -120,7 +125,7 @@ def plain_attention(q, k, v, cos, sin, *, implementation):
     )
 
 
-def plain_cross_entropy(logits, tokens):
+def plain_cross_entropy(logits: Array, tokens: Array) -> Array:
     """In float32."""
     wide = logits[:, :-1].astype(jnp.float32)
     told = tokens[:, 1:, None]
@@ -136,12 +141,12 @@ def plain(implementation: str) -> Written:
 # -- fuel_jax ------------------------------------------------------------------------------
 
 
-def norm(x, gain):
+def norm(x: Array, gain: Array) -> Array:
     """Root mean square."""
     return (rms_norm_last_dim(x, eps=EPS) * gain).astype(x.dtype)
 
 
-def attention(q, k, v, cos, sin):
+def attention(q: Array, k: Array, v: Array, cos: Array, sin: Array) -> Array:
     """Ours throughout; positions are turned in float32, as the tables are."""
     cos, sin = (jnp.concatenate([table, table], -1) for table in (cos, sin))
     turned = lambda x: rope(x.astype(jnp.float32), cos, sin).astype(x.dtype)
@@ -149,7 +154,7 @@ def attention(q, k, v, cos, sin):
     return flash_attn(turned(q), turned(k), v, causal=True).swapaxes(1, 2)
 
 
-def cross_entropy(logits, tokens):
+def cross_entropy(logits: Array, tokens: Array) -> Array:
     """Of halves as they are; the last position of each row has nothing to tell and is ignored."""
     told = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-100)
     return fused_softmax_cross_entropy(logits, told, ignore_index=-100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,20 +14,21 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportMissingIm
 from .llama import EPS, Config, Params, tables
 
 HALF = torch.bfloat16
+Tensor = torch.Tensor
 
 
-def norm(x, gain):
+def norm(x: Tensor, gain: Tensor) -> Tensor:
     """Root mean square, in float32."""
     return (F.rms_norm(x.float(), (x.shape[-1],), eps=EPS) * gain).to(x.dtype)
 
 
-def rotated(x, cos, sin):
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions of ``[batch, head, sequence, width]``, in float32."""
     a, b = x.float().chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
-def layer(x, p, cos, sin, width):
+def layer(x: Tensor, p: dict[str, Tensor], cos: Tensor, sin: Tensor, width: int) -> Tensor:
     """One layer; weights are cast here."""
     p = {name: w.to(HALF) if w.ndim > 1 else w for name, w in p.items()}
     heads = lambda y: y.unflatten(-1, (-1, width)).transpose(1, 2)
@@ -39,7 +41,7 @@ def layer(x, p, cos, sin, width):
     return x + (F.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
 
 
-def last(x, gain, head, tokens):
+def last(x: Tensor, gain: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
     """The loss."""
     logits = norm(x, gain) @ head.to(HALF)
     return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten().long())
@@ -48,7 +50,19 @@ def last(x, gain, head, tokens):
 class Training:
     """Weights of ours, Adam's averages, and a step."""
 
-    def __init__(self, config: Config, params: Params, tokens: jax.Array):
+    device: str
+    layers: list[dict[str, Tensor]]
+    embedding: Tensor
+    norm: Tensor
+    head: Tensor
+    tables: list[Tensor]
+    tokens: Tensor
+    width: int
+    adam: torch.optim.Adam
+    layer: Callable[..., Tensor]
+    last: Callable[..., Tensor]
+
+    def __init__(self, config: Config, params: Params, tokens: jax.Array) -> None:
         take = lambda x: torch.from_dlpack(x).clone().requires_grad_()
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         layers = [{n: w[i] for n, w in params["layers"].items()} for i in range(config.layers)]

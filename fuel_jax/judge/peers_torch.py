@@ -45,17 +45,17 @@ def width(x: torch.Tensor) -> tuple[int]:
     return (x.shape[-1],)
 
 
-def cross_entropy(logits, targets):
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Of unsigned targets."""
     return F.cross_entropy(logits, targets.long())
 
 
-def conv2d(x, w, bias):
+def conv2d(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Padded to the same size, channels last as cuDNN prefers; the layout is made beforehand."""
     return F.conv2d(x, w, bias, padding=w.shape[-1] // 2)
 
 
-def conv1d(x, w, bias):
+def conv1d(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Depthwise, then SiLU."""
     return F.silu(F.conv1d(x, w, bias, groups=x.shape[1]))
 

@@ -106,7 +106,8 @@ class ProfileReport:
     def __init__(self, machine: dict[str, Any], document: dict[str, Any] | None = None) -> None:
         """Begin a report, or hold the one that a file had."""
         version = f"{MAJOR}.{MINOR}"
-        self.document = document or {"version": version, "machine": machine, "entries": []}
+        begun = {"version": version, "machine": machine, "entries": []}
+        self.document: dict[str, Any] = document or begun
         self.machine: dict[str, Any] = self.document["machine"]
         self._raw: list[Any] = self.document["entries"]
         read = [(at, entry) for at, raw in enumerate(self._raw) if (entry := Entry.read(raw))]

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..types import Array
 
-def rms_norm(x, *, eps=1e-6):
+
+def rms_norm(x: Array, *, eps: float = 1e-6) -> Array:
     """In float32, rounded once."""
     wide = x.astype(jnp.float32)
     mean = jnp.mean(wide * wide, -1, keepdims=True)
     return (wide * lax.rsqrt(mean + eps)).astype(x.dtype)
 
 
-def layer_norm(x, *, eps=1e-6):
+def layer_norm(x: Array, *, eps: float = 1e-6) -> Array:
     """In float32, rounded once."""
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, -1, keepdims=True)
@@ -24,13 +27,15 @@ def layer_norm(x, *, eps=1e-6):
     return (centred * lax.rsqrt(variance + eps)).astype(x.dtype)
 
 
-def cross_entropy(logits, targets):
+def cross_entropy(logits: Array, targets: Array) -> Array:
     """The mean negative log-likelihood, in float32."""
     logp = jax.nn.log_softmax(logits.astype(jnp.float32), -1)
     return -jnp.mean(jnp.take_along_axis(logp, targets.astype(jnp.int32)[:, None], -1))
 
 
-def cross_entropy_exact(direction, cut, operands, cotangents):
+def cross_entropy_exact(
+    direction: str, cut: Any, operands: Sequence[Array], cotangents: Any
+) -> Any:
     """The loss over all rows, block by block, and the gradient of the rows of ``cut``."""
     logits, targets = operands
     targets = targets.astype(jnp.int32)
@@ -50,17 +55,19 @@ def cross_entropy_exact(direction, cut, operands, cotangents):
     return loss, ((jax.nn.softmax(x, -1) - hit) * cotangents.astype(jnp.float64) / r,)
 
 
-def heads_after(q, k, v):
+def heads_after(q: Array, k: Array, v: Array) -> tuple[Array, ...]:
     """``[b, s, h, d]``, the layout of ``jax.nn.dot_product_attention``."""
     return tuple(x.swapaxes(1, 2) for x in (q, k, v))
 
 
-def heads_before(outputs):
+def heads_before(outputs: Any) -> Any:
     """And back."""
     return jax.tree.map(lambda x: x.swapaxes(1, 2), outputs)
 
 
-def cudnn_attention(q, k, v, *, causal=False, window_size_left=None):
+def cudnn_attention(
+    q: Array, k: Array, v: Array, *, causal: bool = False, window_size_left: int | None = None
+) -> Array:
     """cuDNN's, where there is one; XLA's elsewhere."""
     window = None if window_size_left is None else (window_size_left, 0)
     here = "cudnn" if jax.default_backend() == "gpu" else "xla"
@@ -69,7 +76,7 @@ def cudnn_attention(q, k, v, *, causal=False, window_size_left=None):
     )
 
 
-def paged(q, k_cache, v_cache, table, lengths):
+def paged(q: Array, k_cache: Array, v_cache: Array, table: Array, lengths: Array) -> Array:
     """Gather the pages, then attend in float32."""
     b, h, _, d = q.shape
     k, v = (c[table].reshape(b, -1, *c.shape[2:]) for c in (k_cache, v_cache))
@@ -82,7 +89,7 @@ def paged(q, k_cache, v_cache, table, lengths):
     return jnp.einsum("bhgk,bkhd->bhgd", p, v).reshape(q.shape)
 
 
-def nf4(x, packed, absmax, *, block_size=64):
+def nf4(x: Array, packed: Array, absmax: Array, *, block_size: int = 64) -> Array:
     """Dequantise in the dtype of x, then multiply."""
     from ..fused.nf4_matmul import LEVELS
 
@@ -92,7 +99,7 @@ def nf4(x, packed, absmax, *, block_size=64):
     return x @ blocks.reshape(codes.shape).astype(x.dtype).T
 
 
-def awq(x, weight, zeros, scales, *, group_size=128):
+def awq(x: Array, weight: Array, zeros: Array, scales: Array, *, group_size: int = 128) -> Array:
     """Dequantise in the dtype of x, then multiply."""
     shifts = jnp.arange(0, 32, 4, dtype=jnp.uint32)
     unpack = lambda w: (w[..., None] >> shifts & 15).reshape(w.shape[0], -1).astype(jnp.float32)
@@ -102,7 +109,7 @@ def awq(x, weight, zeros, scales, *, group_size=128):
     return x @ ((q - spread(z)) * spread(scales)).astype(x.dtype).T
 
 
-def selective_scan(u, delta, a, b, c):
+def selective_scan(u: Array, delta: Array, a: Array, b: Array, c: Array) -> tuple[Array, Array]:
     """The recurrence, step by step."""
     wide = lambda *arrays: tuple(x.astype(jnp.float32) for x in arrays)
     (decay,) = wide(a)
@@ -117,7 +124,9 @@ def selective_scan(u, delta, a, b, c):
     return y.swapaxes(0, 1).astype(u.dtype), h
 
 
-def selective_associative(u, delta, a, b, c):
+def selective_associative(
+    u: Array, delta: Array, a: Array, b: Array, c: Array
+) -> tuple[Array, Array]:
     """All states at once, by a parallel prefix."""
     dtype = u.dtype
     u, delta, a, b, c = (x.astype(jnp.float32) for x in (u, delta, a, b, c))
@@ -128,13 +137,13 @@ def selective_associative(u, delta, a, b, c):
     return jnp.sum(h * c[:, :, None], -1).astype(dtype), h[:, -1]
 
 
-def causal_conv1d(x, w, bias):
+def causal_conv1d(x: Array, w: Array, bias: Array) -> Array:
     """Depthwise convolution, bias, SiLU."""
     y = lax.conv_general_dilated(x, w, (1,), [(0, 0)], feature_group_count=x.shape[1])
     return jax.nn.silu(y + bias[:, None])
 
 
-def conv2d(x, w, bias, *, padding):
+def conv2d(x: Array, w: Array, bias: Array, *, padding: Sequence[int]) -> Array:
     """lax's convolution and a bias."""
     y = lax.conv_general_dilated(x, w, (1, 1), [(p, p) for p in padding])
     return y + bias[:, None, None]

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from .. import fuse
 from .._check import platform_here
+from ..types import Array
 from . import h200, llama
 from .device_time import Burst, interleaved, kernels
 from .llama import Config
@@ -45,7 +46,7 @@ CASES = [
 CUDNN = llama.plain("cudnn")
 DENSE = llama.plain("xla")
 MIXED = llama.OPS._replace(attend=CUDNN.attend)
-KEEPING = functools.partial(llama.stacked, policy=llama.keeps_attention)
+KEEPING: Callable[..., Any] = functools.partial(llama.stacked, policy=llama.keeps_attention)
 FORMS: dict[str, tuple[llama.Written, bool]] = {  # and whether it goes through fuse
     "cuDNN": (CUDNN, False),
     OURS: (llama.OPS, False),
@@ -73,11 +74,12 @@ class Program(NamedTuple):
 class Training:
     """One state that the programs hand on to each other: each may overwrite it."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config) -> None:
         self.config = config
-        self.start = jax.jit(functools.partial(llama.start, config))
+        self.start: Callable[..., llama.State] = jax.jit(functools.partial(llama.start, config))
         key = jax.random.key(1)
-        self.tokens = jax.random.randint(key, (config.batch, config.length), 0, config.vocabulary)
+        shape = (config.batch, config.length)
+        self.tokens: Array = jax.random.randint(key, shape, 0, config.vocabulary)
         self.state: Any = None
 
     def restart(self) -> llama.State:

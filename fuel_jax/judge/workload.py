@@ -87,7 +87,11 @@ def of(f: Function, operands: Sequence[Any], wrt: Sequence[int]) -> Function:
 
 
 # The bytes of a block that hold its scales: high bytes of little-endian halves.
-HALVES = {"Q4_0": (18, 32, (1,)), "Q8_0": (34, 32, (1,)), "Q4K": (144, 256, (1, 3))}
+HALVES: dict[str, tuple[int, int, tuple[int, ...]]] = {
+    "Q4_0": (18, 32, (1,)),
+    "Q8_0": (34, 32, (1,)),
+    "Q4K": (144, 256, (1, 3)),
+}
 HALVES["Q6K"] = (210, 256, (209,))
 
 

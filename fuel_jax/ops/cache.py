@@ -9,7 +9,7 @@ Rows that would fall outside are dropped.  They never move onto other rows, as t
 ``lax.dynamic_update_slice``, which overwrites the newest tokens of a cache that is full.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -110,7 +110,13 @@ def written(
 # -- write_slice ---------------------------------------------------------------------------
 
 
-def write_slice_call(dest, src, *, ranges, dyn_offset=None) -> tuple[Any, dict[str, Any]]:
+def write_slice_call(
+    dest: Array,
+    src: Array,
+    *,
+    ranges: Ranges,
+    dyn_offset: tuple[int, Array | int] | None = None,
+) -> tuple[Sequence[Any], dict[str, Any]]:
     """The scalar is an operand, the axis a parameter: another scalar does not recompile."""
     if dyn_offset is None:
         return (dest, src), {"ranges": ranges}

@@ -151,7 +151,10 @@ def expects(x: Any, indices: Any, *rest: Any, dim: int) -> Any:
 
 # -- examples ------------------------------------------------------------------------------
 
-f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    """An example's array."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def select_examples() -> Iterator[dict[str, Any]]:
