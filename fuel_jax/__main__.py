@@ -189,12 +189,12 @@ def profile_ops(asked: argparse.Namespace) -> int:
         return 0
     path = asked.out or (tiles_path() if asked.tune else default_path())
     try:
-        if asked.tune:
-            return tune_ops(calls, path)
-        report = suite.opened(path)
+        report: Any = tuning.TileFile.opened(path) if asked.tune else suite.opened(path)
         report.save(path)  # now, rather than fail to after the first minute
     except OSError as error:
         raise FileError(f"{path}: {error.strerror}. Name another file with --out.") from None
+    if asked.tune:
+        return tune_ops(report, calls, path)
     print(f"{len(calls)} calls into {path}; {len(report.entries)} are there", flush=True)
     try:
         with progress.shown(len(calls)) as told:
@@ -208,12 +208,10 @@ def profile_ops(asked: argparse.Namespace) -> int:
     return bool(failed)
 
 
-def tune_ops(calls: Sequence[Any], path: str | os.PathLike[str]) -> int:
+def tune_ops(table: Any, calls: Sequence[Any], path: str | os.PathLike[str]) -> int:
     """Measure what a table of tiles lacks."""
     from .judge import progress, tuning
 
-    table = tuning.TileFile.opened(path)
-    table.save(path)
     print(f"{len(calls)} calls into {path}; {len(table)} rows are there", flush=True)
     try:
         with progress.shown(len(calls)) as told:

@@ -10,5 +10,8 @@ from .choosing import (
     default_path as default_path,
     invalidate as invalidate,
     populate_dispatch_table as populate_dispatch_table,
+    tiles_path as tiles_path,
+    tuned as tuned,
+    untuned as untuned,
 )
 from .report import Entry as Entry, ProfileReport as ProfileReport, Timing as Timing

@@ -26,6 +26,7 @@ from enum import StrEnum
 from typing import Any
 
 from .._choose import MEASURED, Kernel, Verdict
+from .._tuned import TUNED, Table
 from .machine import machine
 from .report import Entry, Key, ProfileReport, Timing, operands, pattern, plain, size_class
 
@@ -135,6 +136,31 @@ def by_report(
         yield
 
 
+@contextlib.contextmanager
+def tuned(path: str | os.PathLike[str] | None = None) -> Iterator[None]:
+    """Cut kernels by a table of tiles in a block, instead of by the one that is shipped.
+
+    Part of the cache key of every ``jax.jit`` around an op.  The table speaks for the platform it
+    was measured on, also where a program is lowered or exported for that one from elsewhere.
+
+    Args:
+        path: the table; this machine's own (:func:`tiles_path`) if None.
+
+    Raises:
+        FileError: the file is damaged or of a newer major version.
+        OSError: it cannot be opened.
+    """
+    with TUNED(Table.load(tiles_path() if path is None else path)):
+        yield
+
+
+@contextlib.contextmanager
+def untuned() -> Iterator[None]:
+    """Cut kernels by rule in a block, as if there were no table."""
+    with TUNED(Table.of({}, ())):
+        yield
+
+
 # -- for the process -----------------------------------------------------------------------
 
 
@@ -145,6 +171,11 @@ def default_path() -> pathlib.Path:
     cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     slug = re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
     return pathlib.Path(cache) / "fuel_jax" / f"{slug}.json"
+
+
+def tiles_path() -> pathlib.Path:
+    """Where this machine's table of tiles is kept: beside its report."""
+    return default_path().with_suffix(".tiles.json")
 
 
 def populate_dispatch_table(

@@ -27,7 +27,7 @@ from ..errors import FileError, FuelError
 from ..registry import builtin
 from ..types import x64_enabled
 from .choosing import revision
-from .device_time import PROFILED, in_kernels, interleaved, jax_burst
+from .device_time import PROFILED, Burst, in_kernels, interleaved, jax_burst
 from .machine import ceilings, machine, memory
 from .report import Entry, ProfileReport, Timing, operands, plain
 
@@ -308,17 +308,23 @@ def measured(
             failed[kernel.name] = "NaN or an infinity where there should be none, or the reverse"
             continue
         programs[kernel.name] = kernel, burst, error
-    times = interleaved({n: burst for n, (_, burst, _) in programs.items()}, ROUNDS, ROUND, least=1)
-    if _check.platform_here() != "cpu":
-        seen = {n: in_kernels(burst, PROFILED) for n, (_, burst, _) in programs.items()}
-        if all(seen.values()):  # or else clocks and profilers would be compared
-            times = {n: took | {"us": seen[n]} for n, took in times.items()}
+    times = timed({name: burst for name, (_, burst, _) in programs.items()})
     found = {}
     for name, (kernel, _, error) in programs.items():
         took = {n: float(f"{us:.5g}") for n, us in (times[name] | {"error": error}).items()}
         found[name] = Timing(**took, revision=revision(kernel))
     cost = op.cost(*arrays, **params)
     return replace(entry, kernels=found, failed=failed, flops=cost.flops, bytes=cost.bytes)
+
+
+def timed(bursts: dict[str, Burst]) -> dict[str, dict[str, float]]:
+    """Microseconds of each, in turns: of the device where a profiler sees it, else by the clock."""
+    times = interleaved(bursts, ROUNDS, ROUND, least=1)
+    if _check.platform_here() != "cpu":
+        seen = {name: in_kernels(burst, PROFILED) for name, burst in bursts.items()}
+        if all(seen.values()):  # or else clocks and profilers would be compared
+            times = {name: took | {"us": seen[name]} for name, took in times.items()}
+    return times
 
 
 def reason(failure: Exception) -> str:
