@@ -239,15 +239,15 @@ def choose(
 ) -> Callable[..., Any]:
     """The implementation to run, as one function of the arrays.
 
-    Kernels are wrapped by ``over_devices``; the body is not, for XLA partitions that by itself.
+    All are wrapped by ``over_devices``, which is told of the body that it is one.
     """
     branches: dict[str, Callable[..., Any]] = {}
     for choice in decide(op, kernels, pin, avals, params):
         cut = {"tile": choice.tile.tile} if choice.tile else {}
         kernel, run = choice.kernel, functools.partial(choice.kernel.run, **params, **cut)
         split: Callable[..., Any] = lambda run: run
-        if over_devices is not None and kernel is not kernels[-1]:
-            split = over_devices
+        if over_devices is not None:
+            split = functools.partial(over_devices, plain=kernel is kernels[-1])
         branches |= {platform: split(run) for platform in choice.serves}
         if kernel.name == pin and not choice.serves:
             given = ", ".join(map(describe, avals))

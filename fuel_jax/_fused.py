@@ -196,8 +196,9 @@ class FusedOp(Op[P, R], jax.custom_vjp[R]):
             found = self._by_operand(as_tuple(grads))
         else:
             xs = {n: saved[n] for n in self.wrt if saved[n] is not None and is_float(saved[n])}
-            body: Callable[..., Any] = self.body
-            pull = jax.vjp(lambda xs: body(**(saved | xs), **params), xs)[1]
+            pinned = call._replace(pin=self.kernels[-1].name)
+            body = lambda all: self._run(pinned, *(all[n] for n in self.inputs))
+            pull = jax.vjp(lambda xs: body(saved | xs), xs)[1]
             (found,) = pull(jax.tree.map(materialise, cotangents, is_leaf=is_zero))
         return tuple(found.get(n) for n in self.inputs)
 

@@ -1,8 +1,4 @@
-"""How an op may be split over devices, and kernels that are.
-
-XLA partitions plain ``jax.numpy`` by itself.  A kernel it cannot look into: on operands that are
-split it would gather them all, and compute the whole on every device.  So a kernel is wrapped with
-the op's rule: each device runs it on its own part.
+"""How an op may be split over devices.
 
 The rule is read from what the op says already.  Axes of one name in its annotations are one
 *factor*; ``splits`` names those of which every part can be computed alone, ``"*batch"``, or
@@ -16,27 +12,18 @@ of Shardy, :attr:`Rule.text`, that of attention is::
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-import jax
-from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ._choose import Choice, abstract, server
+from ._choose import Choice, server
 from ._signature import Axes, Signature, fit
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 Dims = tuple[tuple[str, ...], ...]  # the factors of each axis of an array, outermost first
 Split = dict[str, tuple[str, ...]]  # factor -> mesh axes it is split over
-
-A_PART = jax.make_user_context(False)  # while one device's program is traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,87 +205,7 @@ def written_results(note: Any) -> list[str | None]:
     return [getattr(n, "dim_str", None) for n in notes]
 
 
-# -- splitting a kernel ----------------------------------------------------------------------
-
-
-def split(
-    run: Callable[..., Any], part: Callable[..., Any], rule_of: Callable[..., Rule]
-) -> Callable[..., Any]:
-    """``run``, such that every device computes its own part where the operands are split.
-
-    Args:
-        run: the kernel; its arrays may be None.
-        part: what serves a part, which is smaller.
-        rule_of: the rule, of the arrays and what comes of them.
-    """
-
-    def over_devices(*arrays: Any) -> Any:
-        mesh = mesh_of(arrays)
-        if mesh.manual_axes or A_PART.value:
-            return run(*arrays)  # inside shard_map, or of a kernel: it is a part already
-        if mesh.abstract_device is not None and not is_here(mesh.abstract_device):
-            return run(*arrays)  # a partitioner wants devices
-        at = [i for i, x in enumerate(arrays) if x is not None]
-
-        def present(f: Callable[..., Any], *given: Any) -> list[Any]:
-            every = dict(zip(at, given, strict=True))
-            return jax.tree.leaves(f(*(every.get(i) for i in range(len(arrays)))))
-
-        given = [arrays[i] for i in at]
-        part_of = functools.partial(present, part)
-        if AxisType.Explicit in mesh.axis_types:
-            out = jax.eval_shape(run, *abstract(arrays))
-            found = by_shard_map(part_of, rule_of(arrays, out), mesh, given)
-        else:
-            from jax.extend.core import jaxpr_as_fun  # 20 ms, of all of Pallas
-
-            traced, out = jax.make_jaxpr(run, return_shape=True)(*arrays)
-            found = by_partitioner(jaxpr_as_fun(traced), part_of, rule_of(arrays, out))(*given)
-        return jax.tree.unflatten(jax.tree.structure(out), found)
-
-    return over_devices
-
-
-def splitting(splits: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: a kernel's heart, annotated like an op, where an op cannot be split as a whole.
-
-    A mean over rows is none of means over parts of them; what is found for each row is split, and
-    the mean is left to XLA.
-    """
-
-    def decorate(f: Callable[P, R]) -> Callable[P, R]:
-        signature = Signature(f, f.__name__)
-
-        def rule(arrays: Sequence[Any], out: Any) -> Rule:
-            results = out if isinstance(out, tuple) else (out,)
-            names = [f"y{i}" for i in range(len(results))]
-            return rule_of(signature, splits, names, arrays, results)
-
-        @functools.wraps(f)
-        def run(*arrays: P.args, **params: P.kwargs) -> R:
-            whole = functools.partial(f, **params)
-            return split(whole, whole, rule)(*arrays)
-
-        return run
-
-    return decorate
-
-
-def mesh_of(arrays: Sequence[Any]) -> Any:
-    """The mesh around a call, or outside of any, that of explicit axes in the arrays' types."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        meshes = [jax.typeof(x).sharding.mesh for x in arrays if x is not None]
-        return next((m for m in meshes if AxisType.Explicit in m.axis_types), mesh)
-    return mesh
-
-
-def is_here(device: Any) -> bool:
-    """Whether this machine has such devices: programs are lowered for others, too."""
-    try:
-        return any(d.device_kind == device.device_kind for d in jax.devices(device.platform))
-    except RuntimeError:
-        return False
+# -- saying it -------------------------------------------------------------------------------
 
 
 def told(
@@ -316,7 +223,7 @@ def told(
         return ()
     devices = getattr(mesh, "devices", None)  # an abstract mesh has none
     serves = server(choices, "default" if devices is None else devices.flat[0].platform)
-    if serves is choices[-1]:
+    if serves is choices[-1] and (rule_of is None or AxisType.Explicit not in mesh.axis_types):
         return ("xla serves, and splits it as it can",)
     if rule_of is None:
         return ("no rule: a kernel runs whole, on operands that XLA gathers",)
@@ -343,70 +250,3 @@ def told(
     for i, axes in enumerate(rule.sums(split)):
         says += [f"result {i} is summed over {over(axes)}"] if axes else []
     return [rule.text, *says]
-
-
-def summed(part: Callable[..., list[Any]], rule: Rule, split: Split) -> Callable[..., list[Any]]:
-    """What one device computes: its part, summed over the devices where it is one of a sum."""
-
-    def local(*arrays: Any) -> list[Any]:
-        with A_PART(True):
-            found = part(*arrays)
-        return [
-            lax.psum(y, axes) if axes else y
-            for y, axes in zip(found, rule.sums(split), strict=True)
-        ]
-
-    return local
-
-
-def by_shard_map(part: Callable[..., list[Any]], rule: Rule, mesh: Any, arrays: list) -> list:
-    """Where types say how arrays are laid out."""
-    split = rule.split(mesh, [jax.typeof(x).sharding.spec for x in arrays])
-    operands = rule.specs(rule.operands, split)
-    given = [
-        jax.sharding.reshard(x, NamedSharding(mesh, spec))
-        for x, spec in zip(arrays, operands, strict=True)
-    ]
-    results = rule.specs(rule.results, split)
-    return jax.shard_map(
-        summed(part, rule, split),
-        mesh=mesh,
-        in_specs=tuple(operands),
-        out_specs=results,
-        check_vma=False,
-    )(*given)
-
-
-def by_partitioner(
-    run: Callable[..., list[Any]], part: Callable[..., list[Any]], rule: Rule
-) -> Callable[..., list[Any]]:
-    """Where XLA decides how arrays are laid out: the partitioner asks for the part's program."""
-    call = custom_partitioning(jax.jit(run))  # which keeps the constants that ``run`` holds
-
-    def partition(mesh: Any, operands: Any, results: Any) -> Any:
-        specs = [x.sharding.spec for x in (*operands, *results)]
-        split = rule.split(mesh, specs)
-        named = lambda arrays: [NamedSharding(mesh, spec) for spec in rule.specs(arrays, split)]
-        local = summed(part, rule, split)
-        return mesh, local, named(rule.results), tuple(named(rule.operands))
-
-    inner: Any = rule.inner_sizes
-    call.def_partition(
-        partition,
-        sharding_rule=rule.text,
-        need_replication_factors=rule.whole,
-        **inner,
-    )
-    batched = jax.custom_batching.custom_vmap(lambda *arrays: call(*arrays))
-
-    @batched.def_vmap
-    def vmapped(size: int, which: list[bool], *arrays: Any) -> Any:
-        axes = [0 if b else None for b in which]
-        over = lambda f: jax.vmap(f, in_axes=axes)  # of any size: this axis may be split as well
-        wider = by_partitioner(over(run), over(part), rule.batched(which, size))
-        found = wider(*arrays)
-        return found, [True] * len(found)
-
-    differentiable = jax.custom_jvp(lambda *arrays: batched(*arrays))
-    differentiable.defjvp(lambda primals, tangents: jax.jvp(run, primals, tangents))
-    return differentiable

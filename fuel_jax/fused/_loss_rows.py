@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
-from .._sharding import splitting
+from .._parts import splitting
 from ..numerics import wide
 from ..types import Array, Floats, Indices, Mask, Wide
 from ._rows import Rows

@@ -12,8 +12,9 @@ from jax import lax
 
 from pallas_kernels import cross_entropy as kernels
 
+from .._called import CrossEntropy, called
 from .._op import Precision
-from .._sharding import splitting
+from .._parts import splitting
 from ..numerics import uncontracted, wide
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
@@ -145,6 +146,7 @@ def fused_softmax_cross_entropy_backward(
     return jnp.where(unused[..., None], 0, d).astype(logits.dtype)
 
 
+@called(like=CrossEntropy)
 @fused_op(
     OpKind.FusedSoftmaxCrossEntropy,
     id=FusedOps.FUSED_SOFTMAX_CROSS_ENTROPY,

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._sharding import along, split
+from .._parts import split
+from .._sharding import along
 from ..numerics import is_float, wide
 from ..types import Array
 

@@ -11,7 +11,8 @@ from jax import lax
 from pallas_kernels import cumsum as kernels
 from pallas_kernels._tiles import FULL, Tiles
 
-from .._sharding import along, split
+from .._parts import split
+from .._sharding import along
 from ..numerics import is_float, lifted, zeros
 from ..op_kind import OpKind
 from ..registry import op

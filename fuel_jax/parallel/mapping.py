@@ -10,7 +10,8 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from .._op import Op
-from .._sharding import Rule, summed
+from .._parts import summed
+from .._sharding import Rule
 from ..errors import ArgumentError
 
 
