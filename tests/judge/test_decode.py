@@ -31,8 +31,28 @@ def test_a_row_says_what_was_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(decode, "FORMS", ("bfloat16", "NF4"))
     file = tmp_path / "rows.jsonl"
     arguments = ["profile", "--suite", "decode", "--tiny", "--rows", str(file)]
-    assert main([*arguments, "llama 8B B1 context 1024"]) == 0
+    assert main([*arguments, "llama 8B B16 context 1024"]) == 0
     (row,) = map(json.loads, file.read_text().splitlines())
     assert row["suite"] == "decode"
+    assert row["tokens"] == 16
     assert row["us"] > 0
+    assert row["compile_s"] > 0
+    assert row["temporary_bytes"] > 0
     assert row["weight_bytes"] < row["peers"]["bfloat16"]["weight_bytes"]
+    assert "failed" not in row
+
+
+def test_what_there_is_no_memory_for_is_said_and_the_rest_measured(monkeypatch):
+    made = decode.init
+
+    def scarce(config, form, key):
+        if form == "bfloat16":
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nand where")
+        return made(config, form, key)
+
+    monkeypatch.setattr(decode, "FORMS", ("bfloat16", "NF4"))
+    monkeypatch.setattr(decode, "init", scarce)
+    row = decode.measured(decode.CASES[0], tiny=True)
+    assert row["us"] > 0
+    assert row["failed"] == {"bfloat16": "RuntimeError: RESOURCE_EXHAUSTED: Out of memory"}
+    assert "Out of memory" in "".join(decode.lines(row))
