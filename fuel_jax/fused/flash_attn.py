@@ -3,12 +3,14 @@
 Axes: b batch, h query heads, hk key heads, sq queries, sk keys, d width of q and k, dv width of v.
 """
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._called import FlashAttn, called
 from .._op import Precision
 from ..numerics import wide
 from ..op_kind import FusedOps, OpKind
@@ -27,7 +29,7 @@ from ._attention import Places, Rules
 PRECISION = Precision(float32=5e-6)
 
 
-def examples():
+def examples() -> Iterator[dict[str, Any]]:
     """Grouped heads; every option at once; queries that stand before the first key."""
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     off = {"alibi": None, "k_len": None, "softmax_scale": None, "causal": False, "softcap": None}
@@ -42,7 +44,7 @@ def examples():
     yield {**qkv(1, 2, 2, 4, 6, 3, 3), **off, "k_len": 2, "causal": True}
 
 
-def backward_examples():
+def backward_examples() -> Iterator[dict[str, Any]]:
     """The forward's, with the cotangent of its result."""
     for example in examples():
         q, v = example["q"], example["v"]
@@ -51,7 +53,7 @@ def backward_examples():
         yield {**operands, "do": do, **example}
 
 
-def expects(q, k, *rest, **params):
+def expects(q: Array, k: Array, *rest: Any, **params: Any) -> Array | None:
     """A ``k_len`` counts keys that are there."""
     k_len = rest[-1]
     return None if k_len is None else maths.keys_in_use(k_len, k.shape[2])[1]
@@ -115,14 +117,9 @@ def flash_attn_backward(
     Source: Dao et al. 2022, arXiv:2205.14135, algorithm 4.
     """
     (sq, hk, sk), scale = (q.shape[2], *k.shape[1:3]), maths.scale_of(q, softmax_scale)
-    rules = Rules.of(
-        sq,
-        sk,
-        causal=causal,
-        window_size_left=window_size_left,
-        window_size_right=window_size_right,
-        softcap=softcap,
-    )
+    seen: dict[str, Any] = {"causal": causal, "softcap": softcap}
+    seen |= {"window_size_left": window_size_left, "window_size_right": window_size_right}
+    rules = Rules.of(sq, sk, **seen)
     length, _ = maths.keys_in_use(k_len, sk)
     do_grouped = wide(maths.grouped(do, hk))
     dlse_grouped = None if dlse is None else wide(maths.grouped(dlse, hk))
@@ -146,6 +143,7 @@ def flash_attn_backward(
 # -- forward -------------------------------------------------------------------------------
 
 
+@called(like=FlashAttn)
 @fused_op(
     OpKind.FlashAttn,
     id=FusedOps.FLASH_ATTN,
@@ -210,14 +208,9 @@ def flash_attn(
     Source: Dao et al. 2022, arXiv:2205.14135; ALiBi: Press et al. 2022, arXiv:2108.12409.
     """
     hk, sk = k.shape[1:3]
-    rules = Rules.of(
-        q.shape[2],
-        sk,
-        causal=causal,
-        window_size_left=window_size_left,
-        window_size_right=window_size_right,
-        softcap=softcap,
-    )
+    seen: dict[str, Any] = {"causal": causal, "softcap": softcap}
+    seen |= {"window_size_left": window_size_left, "window_size_right": window_size_right}
+    rules = Rules.of(q.shape[2], sk, **seen)
     length, valid = maths.keys_in_use(k_len, sk)
     o, lse = maths.normalised(
         *maths.attend(
@@ -235,7 +228,7 @@ def flash_attn(
 
 # -- the backwards of the vocabulary -----------------------------------------------------------
 
-BACKWARD = {
+BACKWARD: dict[str, Any] = {
     "splits": "b hk r h=hk*r",
     "family": "Attention",
     "precision": PRECISION,
@@ -389,7 +382,7 @@ def flash_attn_backward_v(
 # -- kernels ---------------------------------------------------------------------------------
 
 
-def by_flash_attn(i: int):
+def by_flash_attn(i: int) -> Callable[..., Any]:
     """Gradient ``i`` by whatever serves ``flash_attn`` and its backward.
 
     XLA drops the rest of the dense form, but not of a loop over blocks: for few scores, all three
@@ -404,7 +397,7 @@ def by_flash_attn(i: int):
 
 
 cuda: dict[str, Any] = {"platforms": ("cuda",), "refuses": triton.refuses}
-hopper_only = cuda | {"refuses": hopper.refuses, "declines": hopper.declines}
+hopper_only: dict[str, Any] = cuda | {"refuses": hopper.refuses, "declines": hopper.declines}
 flash_attn.kernel("mosaic", **hopper_only)(hopper.forward)
 flash_attn.kernel("triton", **cuda, tiles=tiles.forward)(triton.forward)
 flash_attn_backward.kernel("triton", **cuda, tiles=tiles.backward)(triton.backward)

@@ -7,7 +7,7 @@ sequence, nor scores of more than its own queries with one part of the keys; for
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,40 @@ def order(length: int, devices: int) -> np.ndarray:
     return both.reshape(-1)
 
 
+@overload
+def ring_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    alibi: Array | None = None,
+    k_len: Array | int | None = None,
+    *,
+    axis: str,
+    order: Order = "zigzag",
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    softcap: float | None = None,
+    return_lse: Literal[False] = False,
+) -> Array: ...
+@overload
+def ring_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    alibi: Array | None = None,
+    k_len: Array | int | None = None,
+    *,
+    axis: str,
+    order: Order = "zigzag",
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    softcap: float | None = None,
+    return_lse: Literal[True],
+) -> tuple[Array, Array]: ...
 def ring_attention(
     q: Array,
     k: Array,
@@ -364,13 +398,17 @@ def pull_part(options: Any, saved: tuple[Array, ...], cotangents: Any) -> tuple[
     return (*lax.platform_dependent(*saved, *cotangents, cuda=given, default=again), None, None)
 
 
-def by_given_lse(params: Any, q: Array, k: Array, v: Array, o: Array, lse: Array, do, dlse):
+def by_given_lse(
+    params: Any, q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, dlse: Array
+) -> tuple[Any, ...]:
     """Weights exp(s − lse) are those among the keys of all parts."""
     with OF_MORE(True):
         return tuple(flash_attn_backward(q, k, v, o, lse, do, dlse, **params)[:3])
 
 
-def by_own_lse(params: Any, q: Array, k: Array, v: Array, o: Array, lse: Array, do, dlse):
+def by_own_lse(
+    params: Any, q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, dlse: Array
+) -> Any:
     """o = Σ wᵢ oᵢ with wᵢ = exp(lseᵢ − lse), over the parts of the keys."""
     attend = functools.partial(flash_attn, **params, return_lse=True)
     (o_i, lse_i), pull = jax.vjp(attend, q, k, v)

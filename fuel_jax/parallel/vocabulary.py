@@ -1,5 +1,7 @@
 """Cross entropy of logits whose vocabulary is split: no device holds a whole row."""
 
+from typing import Literal, overload
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -7,6 +9,26 @@ from ..fused.cross_entropy import averaged, classes, fused_softmax_cross_entropy
 from ..types import Array, Reduction
 
 
+@overload
+def cross_entropy(
+    logits: Array,
+    targets: Array,
+    *,
+    axis: str,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    return_lse: Literal[False] = False,
+) -> Array: ...
+@overload
+def cross_entropy(
+    logits: Array,
+    targets: Array,
+    *,
+    axis: str,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    return_lse: Literal[True],
+) -> tuple[Array, Array]: ...
 def cross_entropy(
     logits: Array,
     targets: Array,
