@@ -9,7 +9,8 @@
          "us": 2166, "date": "2026-11-29", …}, …]}
 
 A row answers for the calls whose extents count up to the same powers of two; of two rows the later
-one.  Its tile is taken if the kernel counts it among its settings for the call.  The tables that
+one.  Of the kernel's settings for the call, the first is taken that has what the tile says, so a
+row may leave out what it does not care for; if none has, the first by rule.  The tables that
 are shipped (``pallas_kernels/tuned``) answer on the device they are named after; another is in
 force where it is asked for (``fuel_jax.judge.tuned``), instead of those.
 """
@@ -97,13 +98,13 @@ def extent(value: Any) -> int | str:
 
 
 def settings(given: Any) -> dict[str, Any]:
-    """Whole numbers by name, or such settings."""
+    """Whole numbers by name, switches, or such settings."""
     return {named(n): settings(v) if isinstance(v, dict) else whole(v) for n, v in given.items()}
 
 
 def whole(value: Any) -> int:
-    """A whole number."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    """A whole number, or a switch."""
+    if not isinstance(value, int):
         raise ValueError
     return value
 
@@ -180,11 +181,20 @@ def chosen(
     if table is None or row is None:
         return Chosen(first, "heuristic")
     for tile in (first, *others):
-        if plain(tile) == row.tile:
+        if has(plain(tile), row.tile):
             on = f" on {row.date}" if row.date else ""
-            return Chosen(tile, f"tuned{on} for {table.device}")
+            return Chosen(tile, f"{'set' if row.us is None else 'tuned'}{on} for {table.device}")
     says = f"heuristic: {shown(row.tile)} of {table.name} is not among the settings for this call"
     return Chosen(first, says)
+
+
+def has(tile: dict[str, Any], said: dict[str, Any]) -> bool:
+    """Whether a setting is what a row says, as far as it says anything."""
+    inner = lambda name, value: isinstance(value, dict) and isinstance(tile[name], dict)
+    return all(
+        name in tile and (has(tile[name], value) if inner(name, value) else tile[name] == value)
+        for name, value in said.items()
+    )
 
 
 def dtype_of(avals: Sequence[Any]) -> str:
@@ -204,8 +214,12 @@ def plain(tile: Any) -> dict[str, Any]:
 
 def shown(tile: dict[str, Any]) -> str:
     """``128 rows, 64 keys, 4 warps, 2 stages``."""
-    one = lambda name, n: f"{n} {name[:-1] if n == 1 and name.endswith('s') else name}"
-    return ", ".join(
-        f"{name} ({shown(value)})" if isinstance(value, dict) else one(name, value)
-        for name, value in tile.items()
-    )
+
+    def one(name: str, value: Any) -> str:
+        if isinstance(value, bool):
+            return name if value else f"not {name}"
+        if isinstance(value, dict):
+            return f"{name} ({shown(value)})"
+        return f"{value} {name.removesuffix('s') if value == 1 else name}"
+
+    return ", ".join(one(name, value) for name, value in tile.items())

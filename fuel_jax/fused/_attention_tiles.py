@@ -25,6 +25,7 @@ class Pair(NamedTuple):
     of_queries: Tile
 
 
+MANY = 256  # heads: whether there are more changes no tile
 SIZES: dict[str, tuple[int, ...]] = {"keys": (32, 64, 128), "stages": (1, 2, 3, 4)}
 
 
@@ -32,7 +33,7 @@ def of_plan(plan: dict[str, Any], q: Any, hk: int, sk: int, width: int) -> Tiles
     """More or less of everything at a time.  What heads of a group share has its rows fixed."""
     first, parts = plan["tile"], plan["parts"]
     (b, h, sq), packed = q.shape[:3], plan["packed"]
-    extents: dict[str, int | str] = {"heads": min(b * (hk if packed else h), triton.PROGRAMS)}
+    extents: dict[str, int | str] = {"heads": min(b * (hk if packed else h), MANY)}
     extents |= {"rows": sq * (h // hk) if packed else sq, "keys": sk, "width": width}
     extents |= {"together": "group" if packed else "head"}
     if packed:
@@ -65,7 +66,7 @@ def backward(q, k, v, *operands, **params) -> Tiles:
     (b, h, sq, d), (sk, dv) = q.shape, v.shape[2:]
     width = max(d, dv)
     first = Pair(triton.by_width(triton.KEYS, width), triton.by_width(triton.QUERIES, width))
-    extents: dict[str, int | str] = {"heads": min(b * h, triton.PROGRAMS), "rows": sq}
+    extents: dict[str, int | str] = {"heads": min(b * h, MANY), "rows": sq}
     extents |= {"keys": sk, "width": width}
     shapes = SIZES | {"rows": (64, 128), "warps": (4, 8)}
     both = {name: [*varied(tile, **shapes)] for name, tile in first._asdict().items()}
