@@ -107,18 +107,37 @@ def in_kernels(burst: Burst, launches: int) -> float | None:
 def kernels(burst: Burst, launches: int) -> dict[str, float]:
     """Microseconds of a launch that the device was at each kernel; none where no profiler sees."""
     took: dict[str, float] = {}
+    for _, name, us in watched(burst, launches):
+        took[name] = took.get(name, 0.0) + us / launches
+    return took
+
+
+def launched(burst: Burst, launches: int) -> list[float]:
+    """Microseconds that the device was at work in each launch; none where no profiler sees.
+
+    Launches of one program have equally many kernels; where they seem not to, their mean, once.
+    """
+    took = [us for _, _, us in sorted(watched(burst, launches))]
+    each, rest = divmod(len(took), launches)
+    if rest:
+        return [sum(took) / launches]
+    return [sum(took[i : i + each]) for i in range(0, len(took), each or 1)]
+
+
+def watched(burst: Burst, launches: int) -> list[tuple[float, str, float]]:
+    """When each kernel began, its name, and its microseconds; none where no profiler sees."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             burst(launches)
-        (file,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        planes = jax.profiler.ProfileData.from_file(str(file)).planes
-        devices = (plane for plane in planes if plane.name.startswith("/device:GPU"))
-        for line in (line for plane in devices for line in plane.lines):
-            if line.name.startswith("Stream"):
-                for event in line.events:
-                    us = event.duration_ns * 1e-3 / launches
-                    took[event.name] = took.get(event.name, 0.0) + us
-    return took
+        return [
+            (event.start_ns, event.name, event.duration_ns * 1e-3)
+            for file in pathlib.Path(folder).rglob("*.xplane.pb")
+            for plane in jax.profiler.ProfileData.from_file(str(file)).planes
+            if plane.name.startswith("/device:GPU")
+            for line in plane.lines
+            if line.name.startswith("Stream")
+            for event in line.events
+        ]
 
 
 def torch_burst(f: Callable[..., Any], sets: Sequence[Any], join: int) -> Burst:

@@ -37,7 +37,7 @@ class Timing:
     """How one implementation did: microseconds, and its error in units of the op's promise."""
 
     us: float  # of the device, where a profiler sees it; else from launch to launch, the median
-    least_us: float  # from launch to launch
+    least_us: float  # of rounds by the clock, of launches by a profiler
     most_us: float
     error: float  # 1.0 is the most that the op promises
     revision: str = ""  # of the kernel's source; "" is untracked

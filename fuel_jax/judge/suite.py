@@ -10,6 +10,7 @@ import bisect
 import functools
 import math
 import os
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,11 +24,11 @@ from .._examples import dtypes_of, filled
 from .._fused import FusedOp
 from .._op import Op, abstract
 from .._parameters import Call as Static
-from ..errors import FileError, FuelError
+from ..errors import FileError, FuelError, UnsupportedKernel
 from ..registry import builtin
 from ..types import x64_enabled
 from .choosing import revision
-from .device_time import PROFILED, Burst, in_kernels, interleaved, jax_burst
+from .device_time import PROFILED, Burst, interleaved, jax_burst, launched
 from .machine import ceilings, machine, memory
 from .report import Entry, ProfileReport, Timing, operands, plain
 
@@ -239,6 +240,19 @@ def profile(
         report.add(entry)
         report.save(path)
         yield i + 1, entry
+        if entry.failed and not answers():
+            raise UnsupportedKernel(
+                f"{call}: {next(iter(entry.failed.values()))}. The device does not answer since; "
+                f"the same command goes on after this call."
+            )
+
+
+def answers() -> bool:
+    """Whether the device still computes: after a fault in a kernel nothing does in this process."""
+    try:
+        return bool(jax.block_until_ready(jax.device_put(np.ones(3, np.float32)) + 1)[0] == 2)
+    except Exception:  # whatever a driver may raise
+        return False
 
 
 def prepared(call: Call) -> tuple[Op, list[Any], dict[str, Any], Entry]:
@@ -308,7 +322,10 @@ def measured(
             failed[kernel.name] = "NaN or an infinity where there should be none, or the reverse"
             continue
         programs[kernel.name] = kernel, burst, error
-    times = timed({name: burst for name, (_, burst, _) in programs.items()})
+    try:
+        times = timed({name: burst for name, (_, burst, _) in programs.items()})
+    except Exception as failure:
+        return replace(entry, failed=failed | dict.fromkeys(programs, reason(failure)))
     found = {}
     for name, (kernel, _, error) in programs.items():
         took = {n: float(f"{us:.5g}") for n, us in (times[name] | {"error": error}).items()}
@@ -321,9 +338,12 @@ def timed(bursts: dict[str, Burst]) -> dict[str, dict[str, float]]:
     """Microseconds of each, in turns: of the device where a profiler sees it, else by the clock."""
     times = interleaved(bursts, ROUNDS, ROUND, least=1)
     if _check.platform_here() != "cpu":
-        seen = {name: in_kernels(burst, PROFILED) for name, burst in bursts.items()}
-        if all(seen.values()):  # or else clocks and profilers would be compared
-            times = {name: took | {"us": seen[name]} for name, took in times.items()}
+        seen = {name: launched(burst, PROFILED) for name, burst in bursts.items()}
+        if all(map(sum, seen.values())):  # or else clocks and profilers would be compared
+            return {
+                name: {"us": statistics.median(us), "least_us": min(us), "most_us": max(us)}
+                for name, us in seen.items()
+            }
     return times
 
 

@@ -12,8 +12,8 @@ import pytest
 
 import fuel_jax
 from fuel_jax.__main__ import main
-from fuel_jax.errors import FileError
-from fuel_jax.judge import Entry, ProfileReport, by_report, suite
+from fuel_jax.errors import FileError, UnsupportedKernel
+from fuel_jax.judge import Entry, ProfileReport, by_report, device_time, suite
 from fuel_jax.judge.machine import machine
 from fuel_jax.types import Array, Floats
 
@@ -174,16 +174,60 @@ class TestDeviceTime:
         return op_of(("other", lambda x: x + x))
 
     def test_is_the_time(self, gpu, tmp_path, monkeypatch):
-        monkeypatch.setattr(suite, "in_kernels", lambda burst, launches: 0.25)
+        monkeypatch.setattr(suite, "launched", lambda burst, launches: [0.5, 0.25, 0.125])
         entry = entry_of(gpu, tmp_path / "r.json")
-        assert {t.us for t in entry.kernels.values()} == {0.25}
-        assert all(t.most_us > 0.25 for t in entry.kernels.values())
+        assert {(t.us, t.least_us, t.most_us) for t in entry.kernels.values()} == {
+            (0.25, 0.125, 0.5)
+        }
 
     def test_of_all_or_of_none(self, gpu, tmp_path, monkeypatch):
-        seen = iter([0.25, None])
-        monkeypatch.setattr(suite, "in_kernels", lambda burst, launches: next(seen))
+        seen = iter([[0.25], []])
+        monkeypatch.setattr(suite, "launched", lambda burst, launches: next(seen))
         entry = entry_of(gpu, tmp_path / "r.json")
         assert all(t.us > 0.25 for t in entry.kernels.values())
+
+    @pytest.mark.parametrize(
+        ("seen", "us"),
+        [
+            ([(1, "a", 1.0), (9, "b", 5.0), (4, "b", 2.0), (7, "a", 4.0)], [3.0, 9.0]),
+            ([(1, "a", 1.0), (2, "a", 2.0), (3, "a", 6.0)], [4.5]),
+            ([], []),
+        ],
+        ids=["in order of time", "unequal", "unseen"],
+    )
+    def test_of_each_launch(self, seen, us, monkeypatch):
+        monkeypatch.setattr(device_time, "watched", lambda burst, launches: seen)
+        assert device_time.launched(lambda n: 0.0, 2) == us
+
+
+class TestFaults:
+    def test_of_a_device_end_the_run_and_are_kept(self, tmp_path, monkeypatch):
+        """So that the next run leaves the kernel out, and no later call is called broken."""
+
+        def faulty(x):
+            raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+        monkeypatch.setattr(suite, "answers", lambda: False)
+        report = ProfileReport(MACHINE)
+        asked = [suite.Call(op_of(("other", faulty)), {"x": np.ones(4)}, "float32")]
+        run = suite.profile(report, tmp_path / "r.json", asked)
+        _, entry = next(run)
+        assert list(entry.failed) == ["other"]
+        with pytest.raises(UnsupportedKernel, match="does not answer since"):
+            next(run)
+        assert list(suite.profile(ProfileReport.load(tmp_path / "r.json"), "", asked)) == []
+
+    def test_while_timing_are_findings(self, tmp_path, monkeypatch):
+        def lost(bursts):
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+
+        monkeypatch.setattr(suite, "timed", lost)
+        entry = entry_of(op_of(), tmp_path / "r.json")
+        assert not entry.kernels
+        assert set(entry.failed.values()) == {"RuntimeError: RESOURCE_EXHAUSTED"}
+
+    def test_a_device_that_computes_answers(self):
+        assert suite.answers()
 
 
 class TestGoingOn:
