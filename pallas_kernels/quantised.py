@@ -61,6 +61,8 @@ class Packing(NamedTuple):
     """``(refs, row, first, count)``: the words and scales of ``count`` units from the first on."""
     parts: Callable[[Any], tuple[Part, ...]]
     """What these hold."""
+    long: bool = False
+    """Whether a tile takes so many operations that the compiler does not end with several."""
 
 
 def load(ref: Any, *at: Any) -> Tile:
@@ -69,9 +71,14 @@ def load(ref: Any, *at: Any) -> Tile:
     return triton().load(ref.at[tuple(jnp.expand_dims(x, range(axes - jnp.ndim(x))) for x in at)])
 
 
-def within(index: Tile, first: int, count: int, end: int) -> Tile:
+def exponent(size: int) -> int:
+    """Of a power of two.  Indices are divided by shifts: ``//`` minds signs, in nine operations."""
+    return size.bit_length() - 1
+
+
+def within(index: Tile, first: int | Tile, count: int, end: int) -> Tile:
     """Indices; the last one for those beyond the end, which meet activations of 0."""
-    inside = not isinstance(first, int) or first + count <= end  # only the last tile is not
+    inside = end % count == 0 or (isinstance(first, int) and first + count <= end)
     return index if inside else jnp.minimum(index, np.int32(end - 1))
 
 
@@ -179,7 +186,7 @@ class Grouped(NamedTuple):
         """Indices of the words, ``[groups, each]``, and of their groups, ``[groups]``."""
         groups, each = self.shape(count)
         word = first + counted(groups)[:, None] * each + counted(each)[None, :]
-        group = first // self.group
+        group = first >> exponent(self.group)
         groups_of_row = self.words // self.group
         return (
             within(word, first, count, self.words),
@@ -194,7 +201,7 @@ def awq(words: int, group_size: int) -> Packing:
     def read(refs, row, first, count):
         weight, zeros, scales = refs
         word, group = index.at(first, count)
-        zero = shifted(load(zeros, row[:, None], group // 8), 4 * (group % 8))
+        zero = shifted(load(zeros, row[:, None], group >> 3), 4 * (group & 7))
         return load(weight, row[:, None, None], word), zero, load(scales, row[:, None], group)
 
     def parts(raw):

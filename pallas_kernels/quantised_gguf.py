@@ -9,7 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._rows import counted
-from .quantised import Packing, Part, Tile, fields, half, load, number, powers, shifted, within
+from .quantised import (
+    Packing,
+    Part,
+    Tile,
+    exponent,
+    fields,
+    half,
+    load,
+    number,
+    powers,
+    shifted,
+    within,
+)
 
 #
 # The bytes of the rows, one after the other, in words.  Blocks have an even number of bytes and
@@ -46,8 +58,9 @@ class Blocks(NamedTuple):
         outer, each = self.shape(count)
         unit = first + counted(outer)[:, None] * each + counted(each)[None, :]
         unit = within(unit, first, count, self.units)
-        block = row[:, None, None] * (self.units // self.of_block) + unit // self.of_block
-        return block * self.bytes, unit % self.of_block
+        of_row = self.units // self.of_block
+        block = row[:, None, None] * of_row + (unit >> exponent(self.of_block))
+        return block * self.bytes, unit & (self.of_block - 1)
 
 
 BYTES = (0, 8, 16, 24)  # shifts
@@ -112,12 +125,13 @@ def q45k(k: int, bits: int) -> Packing:
 
     def read(refs, row, first, count):
         (words,) = refs
-        chunk = within(first // 8 + counted(count // 8), first // 8, count // 8, units // 8)
-        block = (row[:, None] * (k // 256) + chunk // 4) * size
-        at = (block + size - 32 + chunk % 4 * 8)[..., None] + counted(8)
+        begin = first >> 3
+        chunk = within(begin + counted(count // 8), begin, count // 8, units // 8)
+        block = (row[:, None] * (k // 256) + (chunk >> 2)) * size
+        at = (block + size - 32 + (chunk & 3) * 8)[..., None] + counted(8)
         head = tuple(load(words, block + i) for i in range(4))
         fifth = load(words, (block + 4)[..., None] + counted(8)) if bits == 5 else None
-        return load(words, at), fifth, head, chunk % 4
+        return load(words, at), fifth, head, chunk & 3
 
     def parts(raw):
         words, fifth, head, chunk = raw
@@ -143,7 +157,7 @@ def q45k(k: int, bits: int) -> Packing:
 
 def six_bits(words: tuple[Tile, ...], group: Tile) -> tuple[Tile, Tile]:
     """Scale and minimum of a group of eight: four of each whole, four in pieces."""
-    x, y, z = (shifted(w, group % 4 * 8) & jnp.uint32(255) for w in words)
+    x, y, z = (shifted(w, (group & 3) * 8) & jnp.uint32(255) for w in words)
     whole = group < 4
     four, six = jnp.uint32(15), jnp.uint32(63)
     high = lambda v: v >> jnp.uint32(6) << jnp.uint32(4)
@@ -166,8 +180,8 @@ def q2k(k: int) -> Packing:
     def read(refs, row, first, count):
         (words,) = refs
         block, i = index.at(row, first, count)
-        of_half = block + i // 8 * 8
-        scales = tuple(shifted(load(words, (of_half + j) >> 2), i % 8 // 4 * 8) for j in (0, 4))
+        of_half = block + (i & 8)
+        scales = tuple(shifted(load(words, (of_half + j) >> 2), (i & 4) * 2) for j in (0, 4))
         return load(words, (block + 16 + 4 * i) >> 2), scales, load(words, (block + 80) >> 2)
 
     def parts(raw):
@@ -193,11 +207,11 @@ def q3k(k: int) -> Packing:
     def read(refs, row, first, count):
         (words,) = refs
         block, i = index.at(row, first, count)
-        of_half = i // 8 * 4  # bits
-        third = shifted(words_at(words, block + i % 8 * 4), of_half)
+        of_half = (i & 8) >> 1  # bits
+        third = shifted(words_at(words, block + (i & 7) * 4), of_half)
         scales = tuple(shifted(words_at(words, block + j), of_half) for j in (96, 100, 104))
         code = words_at(words, block + 32 + 4 * i)
-        return code, third, scales, halves_at(words, block + 108), i % 8 // 4 * 8
+        return code, third, scales, halves_at(words, block + 108), (i & 4) * 2
 
     def parts(raw):
         words, third, (*low, high), head, byte = raw
@@ -213,7 +227,9 @@ def q3k(k: int) -> Packing:
 
     planes = functools.partial(in_quarters, units=index.units)
     exponents = powers(3, *[BYTES] * 4)
-    return Packing(index.units, index.shape, exponents, True, True, False, planes, read, parts)
+    return Packing(
+        index.units, index.shape, exponents, True, True, False, planes, read, parts, long=True
+    )
 
 
 def q6k(k: int) -> Packing:
@@ -223,8 +239,9 @@ def q6k(k: int) -> Packing:
     def read(refs, row, first, count):
         (words,) = refs
         block, i = index.at(row, first, count)
-        upper = shifted(words_at(words, block + 128 + i // 16 * 32 + i % 8 * 4), i % 16 // 8 * 2)
-        at = block + 192 + i // 16 * 8 + i % 16 // 4  # of the scale of the low nibbles
+        bits = words_at(words, block + 128 + (i & 16) * 2 + (i & 7) * 4)
+        upper = shifted(bits, (i & 8) >> 2)
+        at = block + 192 + ((i & 16) >> 1) + (i >> 2 & 3)  # of the scale of the low nibbles
         scales = tuple(shifted(load(words, (at + j) >> 2), 8 * ((at + j) & 3)) for j in (0, 4))
         return words_at(words, block + 4 * i), upper, scales, halves_at(words, block + 208)
 

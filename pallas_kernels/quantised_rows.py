@@ -26,11 +26,18 @@ from .quantised import ONE, Packing, Part, Tile, load
 
 
 class Cut(NamedTuple):
-    """Rows of a program, units of each row at a time, and how many such tiles it asks for."""
+    """Rows of a program, units of each row at a time, and how many such tiles it asks for.
+
+    To compile takes a time that grows with the cube of what is written out: Triton looks from each
+    load for all that depend on the same indices, operation by operation.  Of Q3K two tiles and two
+    of the exact form did not end within minutes; rolled it takes 3 s.
+    """
 
     rows: int
     units: int
     ahead: int
+    rolled: bool = False
+    """A tile in a loop's body, and the next ones on their way; else as many as are asked for."""
 
 
 TOGETHER = 2  # rows of activations
@@ -82,52 +89,72 @@ def kernel(*refs: Any, packing: Packing, cut: Cut) -> None:
             for i in range(len(mine)):
                 total[i] = plus(total[i], minimum, x(i, parts * codes + p))
 
-    def exact(p: int, part: Part, x, total: list[Any]):
-        """Weights times activations, as the op says it."""
+    def exact(found: tuple[Part, ...], x, total):
+        """Weights times one row of activations, as the op says it."""
         plain = parts * codes + parts * packing.offset
-        for j, code in enumerate(part.codes):
-            weights = code.exact(part.less) * part.scale
-            weights = weights if part.minimum is None else weights + part.minimum
-            for i in range(len(mine)):
-                total[i] = plus(total[i], weights, x(i, plain + p * codes + j))
+        for p, part in enumerate(found):
+            for j, code in enumerate(part.codes):
+                weights = code.exact(part.less) * part.scale
+                weights = weights if part.minimum is None else weights + part.minimum
+                of_code = jnp.broadcast_to(x(plain + p * codes + j), weights.shape)
+                total = fma(weights, of_code, total)
+        return total
 
-    def add(by, raw, tile, total):
+    def add(raw, tile, total):
         total = list(total)
         x = lambda i, plane: activations(i, plane, tile * cut.units)
         for p, part in enumerate(packing.parts(raw)):
-            by(p, part, x, total)
+            fast(p, part, x, total)
         return total
 
     def several(tile, total, count):
         raws = [read(tile + i) for i in range(count)]
         for i, raw in enumerate(raws):
-            total = add(fast, raw, tile + i, total)
+            total = add(raw, tile + i, total)
         return total
 
-    def summed(total):
-        return tuple(x.reshape(cut.rows, -1).sum(1) for x in total)
+    def prefetching(tile, carry):
+        total, now, *later = carry
+        following = read(jnp.minimum(tile + cut.ahead, tiles - 1))
+        return add(now, tile, total), *later, following
 
-    nothing = [jnp.zeros((cut.rows, *shape), jnp.float32)] * len(mine)
-    # The last tiles apart, in sight of the compiler: all of them, if they are not many.
-    steps = (tiles - 1) // cut.ahead
-    total = nothing
-    if steps:
-        body = lambda j, total: several(j * cut.ahead, total, cut.ahead)
-        total = lax.fori_loop(np.int32(0), np.int32(steps), body, total)
-    y = summed(several(steps * cut.ahead, total, tiles - steps * cut.ahead))
+    def summed(x):
+        return x.reshape(cut.rows, -1).sum(1)
+
+    total = [jnp.zeros((cut.rows, *shape), jnp.float32)] * len(mine)
+    if cut.rolled:
+        raws = [read(min(i, tiles - 1)) for i in range(cut.ahead)]
+        total, *_ = lax.fori_loop(np.int32(0), np.int32(tiles), prefetching, (total, *raws))
+    else:
+        # The last tiles apart, in sight of the compiler: all of them, if they are not many.
+        steps = (tiles - 1) // cut.ahead
+        if steps:
+            body = lambda j, total: several(j * cut.ahead, total, cut.ahead)
+            total = lax.fori_loop(np.int32(0), np.int32(steps), body, total)
+        total = several(steps * cut.ahead, total, tiles - steps * cut.ahead)
+    y = [summed(x) for x in total]
+    inside = rows < n if n % cut.rows else None
+    for i, at in enumerate(mine):
+        write(y_ref, (at, rows), y[i], inside)
 
     # Again, exactly, what is not finite: code · inf + minimum · inf is not weight · inf, and codes
     # may overflow where weights do not.  And what is so small that subnormal products may be lost.
-    def again():
-        body = lambda tile, total: add(exact, read(tile), tile, total)
-        total = lax.fori_loop(np.int32(0), np.int32(tiles - 1), body, nothing)
-        return summed(add(exact, read(tiles - 1), tiles - 1, total))
+    def again(i, none):
+        at = jnp.minimum(first_row + i, m - 1)
+
+        def tile(j, total):
+            x = lambda plane: load(x_ref, at, plane, j * cut.units + unit)[None]
+            return exact(packing.parts(read(j)), x, total)
+
+        nothing = jnp.zeros((cut.rows, *shape), jnp.float32)
+        total = lax.fori_loop(np.int32(0), np.int32(tiles), tile, nothing)
+        write(y_ref, (at, rows), summed(total), inside)
+        return none
 
     sound = lambda x: (jnp.abs(x) < jnp.inf) & (jnp.abs(x) > SMALL * packing.subnormal)
     lost = sum(jnp.sum(jnp.where(sound(x), 0.0, 1.0)) for x in y)
-    y = lax.cond(lost > 0, again, lambda: y)
-    for i, at in enumerate(mine):
-        write(y_ref, (at, rows), y[i], rows < n if n % cut.rows else None)
+    times = jnp.where(lost > 0, np.int32(len(mine)), np.int32(0))
+    lax.fori_loop(np.int32(0), times, again, np.int32(0))
 
 
 SMALL = 2.0**-40
@@ -139,16 +166,18 @@ def most(dtype: Any) -> int:
 
 
 def cut(packing: Packing) -> Cut:
-    """As measured on an H200."""
+    """As measured on an H200; what is rolled was not."""
     units = min(max(power_of_two(packing.units), 32), 128 if packing.whole else 64)
-    return Cut(2, units, 2 if packing.whole else 4)
+    return Cut(2, units, 1, True) if packing.long else Cut(2, units, 2 if packing.whole else 4)
 
 
 def cuts(packing: Packing) -> list[Cut]:
     """More or less at a time; that of :func:`cut` first."""
     first = cut(packing)
     units = around(first.units, 32, max(first.units, power_of_two(packing.units)))
-    return [first, *varied(first, rows=(1, 4), units=units, ahead=around(first.ahead, 1, 8))]
+    ways = {"rows": (1, 4), "units": units, "ahead": around(first.ahead, 1, 8)}
+    ways |= {} if packing.long else {"rolled": (True,)}
+    return [first, *varied(first, **ways)]
 
 
 def ordered(x: jax.Array, packing: Packing, units: int) -> jax.Array:
