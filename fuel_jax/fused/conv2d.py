@@ -13,7 +13,7 @@ from ..numerics import product_precision, wide
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
 from ..types import Array, Floats, Pair
-from ._conv_taps import MOST_TAPS, pointwise, shifted, weight_gradient
+from ._conv_taps import MOST_TAPS, input_gradient, pointwise, shifted, weight_gradient
 
 PRECISION = Precision(float32=3e-6)
 
@@ -296,8 +296,9 @@ def backward_by_taps(x, w, upstream, bias, *, groups, **window):
     v, g, kernel = wide(x), wide(upstream), w.shape[2:]
     dw = weight_gradient(v, g, kernel, groups=groups, **window)
     if sums_copies(w, groups) and w.shape[0] <= 8 * groups:  # back, each element sums the outputs
-        forward = lambda v: shifted(v, wide(w), g.shape[2:], groups=groups, **window)
-    elif is_pointwise(x, w, groups=groups, **window):
+        dx = input_gradient(g, wide(w), x.shape[2:], groups=groups, **window)
+        return dx.astype(x.dtype), dw.astype(w.dtype), bias_gradient(upstream, bias)
+    if is_pointwise(x, w, groups=groups, **window):
         forward = lambda v: pointwise(v, wide(w), window["stride"])
     else:
         forward = lambda v: convolved(v, wide(w), groups=groups, **window)
