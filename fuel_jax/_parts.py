@@ -61,7 +61,7 @@ def split(
         part_of = functools.partial(present, part)
         if explicit:
             out = jax.eval_shape(run, *abstract(arrays))
-            found = by_shard_map(part_of, rule_of(arrays, out), mesh, plain, given)
+            found = by_shard_map(part_of, rule_of(arrays, out), mesh, given)
         else:
             from jax.extend.core import jaxpr_as_fun  # 20 ms, of all of Pallas
 
@@ -119,22 +119,30 @@ def is_here(device: Any) -> bool:
         return False
 
 
-def summed(part: Callable[..., list[Any]], rule: Rule, split: Split) -> Callable[..., list[Any]]:
-    """What one device computes: its part, summed over the devices where it is one of a sum."""
+def summed(
+    part: Callable[..., list[Any]], rule: Rule, split: Split, checked: bool = False
+) -> Callable[..., list[Any]]:
+    """What one device computes: its part, summed over the devices where it is one of a sum.
+
+    Where ``shard_map`` checks what varies over devices, a derivative inside the part is such a sum
+    already, and varies no more.
+    """
 
     def local(*arrays: Any) -> list[Any]:
         with A_PART(True):
             found = part(*arrays)
-        return [
-            lax.psum(y, axes) if axes else y
-            for y, axes in zip(found, rule.sums(split), strict=True)
-        ]
+        return [over(y, axes) for y, axes in zip(found, rule.sums(split), strict=True)]
+
+    def over(y: Any, axes: tuple[str, ...]) -> Any:
+        varying = jax.typeof(y).manual_axis_type.varying
+        axes = tuple(a for a in axes if not checked or a in varying)
+        return lax.psum(y, axes) if axes else y
 
     return local
 
 
 def by_shard_map(
-    part: Callable[..., list[Any]], rule: Rule, mesh: Any, plain: bool, arrays: Sequence[Any]
+    part: Callable[..., list[Any]], rule: Rule, mesh: Any, arrays: Sequence[Any]
 ) -> list[Any]:
     """Where types say how arrays are laid out."""
 
@@ -148,13 +156,12 @@ def by_shard_map(
         results = rule.specs(rule.results, split)
         run = summed(part, rule, split)
         specs = {"in_specs": tuple(operands), "out_specs": results}
-        # Kernels that are interpreted cannot be checked, and derivatives send more then.
-        return jax.shard_map(run, mesh=mesh, **specs, check_vma=plain)(*given)
+        return jax.shard_map(run, mesh=mesh, **specs, check_vma=False)(*given)
 
     def wider(which: list[bool], size: int, *arrays: Any) -> list[Any]:
         axes = [0 if b else None for b in which]
         every = jax.vmap(part, in_axes=axes)
-        return by_shard_map(every, rule.batched(which, size), mesh, plain, arrays)
+        return by_shard_map(every, rule.batched(which, size), mesh, arrays)
 
     return mapping(mapped, wider, mapped)(*arrays)
 
