@@ -119,24 +119,16 @@ def is_here(device: Any) -> bool:
         return False
 
 
-def summed(
-    part: Callable[..., list[Any]], rule: Rule, split: Split, checked: bool = False
-) -> Callable[..., list[Any]]:
-    """What one device computes: its part, summed over the devices where it is one of a sum.
-
-    Where ``shard_map`` checks what varies over devices, a derivative inside the part is such a sum
-    already, and varies no more.
-    """
+def summed(part: Callable[..., list[Any]], rule: Rule, split: Split) -> Callable[..., list[Any]]:
+    """What one device computes: its part, summed over the devices where it is one of a sum."""
 
     def local(*arrays: Any) -> list[Any]:
         with A_PART(True):
             found = part(*arrays)
-        return [over(y, axes) for y, axes in zip(found, rule.sums(split), strict=True)]
-
-    def over(y: Any, axes: tuple[str, ...]) -> Any:
-        varying = jax.typeof(y).manual_axis_type.varying
-        axes = tuple(a for a in axes if not checked or a in varying)
-        return lax.psum(y, axes) if axes else y
+        return [
+            lax.psum(y, axes) if axes else y
+            for y, axes in zip(found, rule.sums(split), strict=True)
+        ]
 
     return local
 
@@ -156,6 +148,8 @@ def by_shard_map(
         results = rule.specs(rule.results, split)
         run = summed(part, rule, split)
         specs = {"in_specs": tuple(operands), "out_specs": results}
+        # Unchecked: JAX cannot where a kernel is interpreted, and a derivative in the part would
+        # come summed already.
         return jax.shard_map(run, mesh=mesh, **specs, check_vma=False)(*given)
 
     def wider(which: list[bool], size: int, *arrays: Any) -> list[Any]:

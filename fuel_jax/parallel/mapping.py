@@ -51,7 +51,7 @@ def sharded(op: Op, mesh: Mesh, specs: Sequence[PartitionSpec | None]) -> Callab
             return jax.tree.leaves(op(*whole, **params))
 
         mapped = jax.shard_map(
-            summed(part, rule, split, checked=True),
+            summed(part, rule, split),
             mesh=mesh,
             in_specs=tuple(operands),
             out_specs=rule.specs(rule.results, split),
