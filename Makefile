@@ -25,6 +25,7 @@ lint: $(VENV)/lint.installed
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/python -m tests.verify_types
 
 docs: $(VENV)/docs.installed
 	$(VENV)/bin/python -m fuel_jax table > docs/ops.md

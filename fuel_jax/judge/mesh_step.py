@@ -127,11 +127,11 @@ class Training:
         self.state: Any = jax.jit(begin, out_shardings=layouts)(jax.random.key(0))
         shape = (config.batch, config.length)
         draw = lambda key: jax.random.randint(key, shape, 0, config.vocabulary)
-        self.given = jax.jit(draw, out_shardings=tokens)(jax.random.key(1))
+        self.given: jax.Array = jax.jit(draw, out_shardings=tokens)(jax.random.key(1))
         f = functools.partial(llama.loss, config, how)
         kept = (layouts, None)  # the next step finds the state as this one does
         step = jax.jit(functools.partial(llama.step, f), donate_argnums=0, out_shardings=kept)
-        self.step = step.lower(self.state, self.given).compile()
+        self.step: jax.stages.Compiled = step.lower(self.state, self.given).compile()
 
     def loss(self) -> float:
         """After a step, that of before it."""
