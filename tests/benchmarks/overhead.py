@@ -13,14 +13,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import fuel_jax
 
-from .timing import machine
+from .timing import machine, taking_turns
 
 IMPORT = """
 import time, jax
@@ -30,14 +31,10 @@ print(time.perf_counter() - before)
 """
 
 
-def microseconds(f, *arrays, calls: int = 500, **params) -> float:
-    """Median time of a call, dispatch and result included."""
-    took = []
-    for _ in range(calls):
-        start = time.perf_counter()
-        jax.block_until_ready(f(*arrays, **params))
-        took.append(time.perf_counter() - start)
-    return statistics.median(took) * 1e6
+def microseconds(*programs: Callable[..., Any], arrays: Sequence[Any]) -> list[float]:
+    """Median times of calls that take turns, dispatch and result included."""
+    runs = {str(i): lambda f=f: jax.block_until_ready(f(*arrays)) for i, f in enumerate(programs)}
+    return [statistics.median(took) * 1e6 for took in taking_turns(runs).values()]
 
 
 def seconds_of_import(repeats: int = 5) -> list[float]:
@@ -63,7 +60,7 @@ def main() -> None:
         ("rms_norm_last_dim", fuel_jax.rms_norm_last_dim, jitted, [x]),
         ("flash_attn", fuel_jax.flash_attn, attention, [heads] * 3),
     ):
-        mine, theirs = microseconds(ours, *arrays), microseconds(plain, *arrays)
+        mine, theirs = microseconds(ours, plain, arrays=arrays)
         rows.append({"op": name, "what": "eager call", "us": mine, "jitted_us": theirs})
         print(f"{name:<20} eager {mine:.1f} µs, jitted {theirs:.1f} µs: {mine - theirs:+.1f} µs")
     first, *times = seconds_of_import()
