@@ -144,11 +144,11 @@ def every_output(op, f):
 
 
 def pins(op, f, arrays):
-    """Every implementation that can serve here; Pallas ones interpreted."""
+    """Every implementation that can serve here, and the op pinned to it; Pallas interpreted."""
     params, operands = op._bind(arrays, f.keywords)
     for kernel in op.kernels:
         if kernel.refuses(*operands, **params) is None:
-            yield functools.partial(op.using(kernel.name), **f.keywords)
+            yield kernel, functools.partial(op.using(kernel.name), **f.keywords)
 
 
 def as_arrays(arrays):

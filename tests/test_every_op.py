@@ -11,7 +11,7 @@ import pickle
 
 import jax
 import jax.numpy as jnp
-import jax.test_util
+import numpy as np
 import pytest
 
 import fuel_jax
@@ -72,13 +72,32 @@ def reference(op, f, at=None):
     return REFERENCES[key]
 
 
-def at_once(op, cases, jit, program):
-    """``(dtype, case, implementation's result)`` of some dtypes: one program compiles sooner."""
-    each = [(dtype, pin) for dtype, of in cases.items() for pin in pins(op, *of)]
+def side_by_side(op, f, program):
+    """``program`` of the op and of its decomposition, compiled as one."""
+    plain = functools.partial(op.decompose, **f.keywords)
+    return jax.jit(lambda *xs: (program(f)(*xs), program(plain)(*xs)))
+
+
+def as_users_have_it(dtype, kernel):
+    """Whether code compiled in full is what anybody runs; an interpreted kernel is not."""
+    interpreted = bool(kernel.platforms) and "cpu" not in kernel.platforms
+    return dtype in ("float32", "bfloat16") and not interpreted
+
+
+def at_once(op, cases, program, in_full=lambda dtype, kernel: False):
+    """``(dtype, case, implementation's result)`` of some dtypes: one program compiles sooner.
+
+    What is to be compiled in full (see ``conftest.py``) is one of its own.
+    """
     data = {dtype: arrays for dtype, (_, arrays) in cases.items()}
-    results = jit(lambda data: [program(pin)(*data[dtype]) for dtype, pin in each])(data)
-    for (dtype, _), result in zip(each, results, strict=True):
-        yield dtype, *cases[dtype], jax.tree.leaves(result)
+    each = {compiled: [], jax.jit: []}
+    for dtype, of in cases.items():
+        for kernel, pin in pins(op, *of):
+            each[compiled if in_full(dtype, kernel) else jax.jit].append((dtype, pin))
+    for jit, some in [(jit, some) for jit, some in each.items() if some]:
+        results = jit(lambda data, some=some: [program(pin)(*data[d]) for d, pin in some])(data)
+        for (dtype, _), result in zip(some, results, strict=True):
+            yield dtype, *cases[dtype], jax.tree.leaves(result)
 
 
 @pytest.mark.parametrize(("op", "example"), CASES)
@@ -88,13 +107,11 @@ class TestValues:
         cases = {dtype: case(op, example, dtype) for dtype in dtypes_of(op)}
         if not example_is_first(op, example):
             cases.pop("float16", None)  # bfloat16 takes the same casts; the range shows on one
-        as_users = {d: cases.pop(d) for d in ("float32", "bfloat16") if d in cases}
-        for some, jit in ((as_users, compiled), (cases, jax.jit)):  # see conftest.py
-            for dtype, f, arrays, got in at_once(op, some, jit, lambda pin: pin):
-                promised = jax.tree.leaves(op.out(*arrays, **f.keywords))
-                assert [(y.shape, y.dtype) for y in got] == [(y.shape, y.dtype) for y in promised]
-                with told(dtype):
-                    close(got, reference(op, f)(*to64(arrays)), op.precision.tolerance)
+        for dtype, f, arrays, got in at_once(op, cases, lambda pin: pin, as_users_have_it):
+            promised = jax.tree.leaves(op.out(*arrays, **f.keywords))
+            assert [(y.shape, y.dtype) for y in got] == [(y.shape, y.dtype) for y in promised]
+            with told(dtype):
+                close(got, reference(op, f)(*to64(arrays)), op.precision.tolerance)
 
     def test_gradient_is_the_decomposition_s(self, op, example):
         """In float32; a fused op, which has casts of its own, in bfloat16 on its first example.
@@ -110,7 +127,7 @@ class TestValues:
         if isinstance(op, fuel_jax.FusedOp) and example_is_first(op, example):
             cases |= {d: case(op, example, d) for d in dtypes_of(op) if d == "bfloat16"}
         slope = lambda pin: jax.grad(weighted(pin), at)
-        for dtype, f, arrays, got in at_once(op, cases, jax.jit, slope):
+        for dtype, f, arrays, got in at_once(op, cases, slope):
             want = reference(op, f, at)(*to64(arrays))
             assert [g.dtype for g in got] == [arrays[i].dtype for i in at]
             # What a backward reads of the forward's result was rounded too; gradients may cancel.
@@ -130,13 +147,27 @@ class TestGradients:
         if any(y.dtype == jnp.float32 for y in outputs):
             pytest.skip(f"{op.name} rounds its result to float32: differences are too coarse")
 
-        @jax.jit
-        def of(*xs):
+        rng = np.random.default_rng(20_26)
+        xs = tuple(np.asarray(arrays[i]) for i in at)
+        along = tuple(rng.normal(size=x.shape) for x in xs)
+
+        def value(xs):
             given = dict(zip(at, xs, strict=True))
             return loss(f)(*(given.get(i, x) for i, x in enumerate(arrays)))
 
-        xs = [arrays[i] for i in at]
-        jax.test_util.check_grads(of, xs, order=2, modes=["rev"], atol=1e-4, rtol=1e-4)
+        def slope(xs):
+            y, grads = jax.value_and_grad(value)(xs)
+            return sum(jnp.vdot(g, v) for g, v in zip(grads, along, strict=True)), (y, grads)
+
+        twice = jax.jit(jax.grad(slope, has_aux=True))  # one program for all there is to know
+        moved = lambda by: tuple(x + by * v for x, v in zip(xs, along, strict=True))
+        (curved, (_, grads)), (_, ahead), (_, behind) = map(twice, (xs, moved(1e-4), moved(-1e-4)))
+        sloped = sum(np.vdot(g, v) for g, v in zip(grads, along, strict=True))
+        of_value, of_grads = jax.tree.map(
+            lambda a, b: (a - b) / 2e-4, *jax.tree.map(np.asarray, (ahead, behind))
+        )
+        for got, want in zip((sloped, *curved), (of_value, *of_grads), strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-4, equal_nan=False)
 
     def test_second_derivative_is_the_decomposition_s(self, op, example):
         if not isinstance(op, fuel_jax.FusedOp):
@@ -147,10 +178,10 @@ class TestGradients:
 
         def slope(f):
             grads = lambda *xs: jax.tree.map(jnp.sin, jax.grad(loss(f), at)(*xs))
-            return jax.jit(jax.grad(lambda *xs: sum(map(jnp.sum, grads(*xs))), at))(*arrays)
+            return jax.grad(lambda *xs: sum(map(jnp.sum, grads(*xs))), at)
 
-        want = slope(functools.partial(op.decompose, **f.keywords))
-        close(slope(f), want, 1e4 * op.precision.tolerance("float64"), at_least=1)
+        got, want = side_by_side(op, f, slope)(*arrays)
+        close(got, want, 1e4 * op.precision.tolerance("float64"), at_least=1)
 
     def test_unused_outputs_are_free(self, op, example):
         """Differentiating through one output of several needs no cotangent of the others."""
@@ -160,11 +191,14 @@ class TestGradients:
         outputs = jax.tree.leaves(jax.eval_shape(f, *arrays))
         if len(outputs) == 1:
             pytest.skip("one output")
-        for i in range(len(outputs)):
-            only = lambda g, i=i: loss(lambda *xs: jax.tree.leaves(g(*xs))[i])
-            plain = functools.partial(op.decompose, **f.keywords)
-            got, want = (jax.jit(jax.grad(only(g), at))(*arrays) for g in (f, plain))
-            close(got, want, 8 * op.precision.tolerance("float64"), at_least=1)
+
+        def slopes(f):
+            only = [lambda *xs, i=i: jax.tree.leaves(f(*xs))[i] for i in range(len(outputs))]
+            return lambda *xs: [jax.grad(loss(y), at)(*xs) for y in only]
+
+        got, want = side_by_side(op, f, slopes)(*arrays)
+        for g, w in zip(got, want, strict=True):
+            close(g, w, 8 * op.precision.tolerance("float64"), at_least=1)
 
     def test_frozen_operands_raise_and_integers_do_not(self, op, example):
         f, arrays = fill(op, example, "float64")
