@@ -129,17 +129,18 @@ def mend_kernel(*refs: Any, width: int, **task: Any) -> None:
     def again() -> None:
         level = base_of(numbers(lse_ref, its.at, its.rows.number, jnp.inf))[:, None]
 
-        def over(j: Any, o: jax.Array) -> jax.Array:
+        def over(j: Any, carry: Any) -> Any:
+            o, total = carry
             x, v = its.met(j, True)
-            return o + weigh_seen(x.weights(level), v, x.seen)
+            p = x.weights(level)
+            return o + weigh_seen(p, v, x.seen), total + jnp.sum(p, axis=1)
 
-        start = jnp.zeros((task["tile"].rows, width), jnp.float32)
-        put(
-            o_ref,
-            its.at,
-            its.rows.number,
-            lax.fori_loop(its.span.first, its.span.last, over, start),
-        )
+        rows = task["tile"].rows
+        start = jnp.zeros((rows, width), jnp.float32), jnp.zeros(rows, jnp.float32)
+        # They add up to 1, but for what rounding the log-sum-exp of huge scores did.
+        o, total = lax.fori_loop(its.span.first, its.span.last, over, start)
+        o = o * (1 / jnp.where(total == 0, 1, total))[:, None]
+        put(o_ref, its.at, its.rows.number, o)
 
     lax.cond(spoiled_ref[(*its.at, its.number)] > 0, again, lambda: None)
 

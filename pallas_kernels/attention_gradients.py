@@ -12,8 +12,8 @@ bound by  tensor cores, three and four products of each score: every score is ma
 Σ p · dp over the keys of a row is Σ o · do, but the result o has been rounded, and where one weight
 is nearly 1 slopes are small differences.  The slopes of a row add up to 0: what they add up to
 instead is what rounding did, and the keys' gradients, which come second, are without it.  The
-queries' own had to go by what was known; each row has that taken back at its largest weight.  Of
-the others none is more than half, and there it is below what rounding does to the slope itself.
+queries' own had to go by what was known; each row has that taken back at its largest weight.  No
+other is more than half, and there it is about what rounding does to the slope itself.
 
 Dao 2023, arXiv:2307.08691.
 """
@@ -152,7 +152,7 @@ def query_gradients_kernel(
 
     def step(masked: bool) -> Callable[..., Any]:
         def over(j: Any, carry: Any) -> Any:
-            dq, dslope, lost, largest = carry
+            dq, lost, largest, dslope, reach = carry
             keys = j * tile.keys + counted(tile.keys)
             k, v = (block(ref, at_key, keys) for ref in (k_ref, v_ref))
             at, key = rows.at[:, None], keys[None, :]
@@ -161,20 +161,23 @@ def query_gradients_kernel(
             ds = p * (dot_turned(g, v) - delta[:, None])
             if masked:
                 ds, k = jnp.where(x.seen, ds, 0), finite(k)
-            if dslope is not None:
-                dslope = dslope + jnp.sum(ds * jnp.abs(at - key).astype(jnp.float32), axis=1)
             if exact_ref is not None:
                 # Weights compare as integers do; the last of their bits make room for the number.
                 ranked = lax.bitcast_convert_type(p, jnp.int32) & ~numbered | key
                 lost, largest = lost + jnp.sum(ds, 1), jnp.maximum(largest, jnp.max(ranked, 1))
-            return dq + dot(bent(ds, x).astype(k.dtype), k), dslope, lost, largest
+            if slopes is not None:
+                far = jnp.abs(at - key).astype(jnp.float32)
+                dslope, reach = dslope + jnp.sum(ds * far, 1), reach + jnp.sum(p * far, 1)
+            return dq + dot(bent(ds, x).astype(k.dtype), k), lost, largest, dslope, reach
 
         return over
 
     zeros = jnp.zeros(tile.rows, jnp.float32)
-    start = jnp.zeros(q.shape, jnp.float32), None if slopes is None else zeros
-    start += (None, None) if exact_ref is None else (zeros, zeros.astype(jnp.int32))
-    dq, dslope, lost, largest = rows.keys.over(step, start)
+    start = (None, None) if exact_ref is None else (zeros, zeros.astype(jnp.int32))
+    start += (None, None) if slopes is None else (zeros, zeros)
+    dq, lost, largest, dslope, reach = rows.keys.over(
+        step, (jnp.zeros(q.shape, jnp.float32), *start)
+    )
     if exact_ref is not None:
         if dlse_ref is not None:
             lost = lost - numbers(dlse_ref, (sequence, head), rows.number, 0)
@@ -185,12 +188,11 @@ def query_gradients_kernel(
         at, key, mine = rows.at[:, None], key[None, :], mine[:, None] == mine[None, :]
         x = scored(dot_turned(q, k), at, key, rows.slope, length, rules, True)
         ds = jnp.where(mine & x.seen, -x.weights(level) * lost[:, None], 0)
-        if dslope is not None:
-            dslope = dslope + jnp.sum(ds * jnp.abs(at - key).astype(jnp.float32), axis=1)
         dq = dq + dot(bent(ds, x).astype(k.dtype), k)
     put(dq_ref, (sequence, head), rows.number, dq * rules.scale)
-    if dslope is not None:
-        put_numbers(dslope_ref, (sequence, head), rows.number, -dslope)
+    if slopes is not None:
+        taken = 0 if exact_ref is None else jnp.where(reach == 0, 0, lost * reach)
+        put_numbers(dslope_ref, (sequence, head), rows.number, taken - dslope)
 
 
 def bent(ds: jax.Array, x: Score) -> jax.Array:

@@ -6,16 +6,16 @@ starts as NaN, and what a product reads has to stay as it is until somebody wait
 """
 
 import contextlib
-import functools
 import threading
 import types
 
 import jax
 import jax.experimental.pallas
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import _launch, attention_hopper
+
+from . import blocks
 
 PATIENCE = 30  # seconds
 here = threading.local()  # group, place in the grid, products under way
@@ -45,10 +45,10 @@ class Memory:
     def __getitem__(self, index):
         index = whole(index)
         if index == (Ellipsis,):
-            return jnp.asarray(self.array.copy())
+            return self.array.copy()
         if not isinstance(index[-1], Span):
             part = self.array[index]
-            return Memory(part) if part.ndim else jnp.asarray(part)
+            return Memory(part) if part.ndim else part
         rows = self.array[index[:-1]]
         part = Memory(rows[index[-1].start : index[-1].start + index[-1].size])
         part.size = index[-1].size
@@ -120,7 +120,7 @@ def load(sums, *, wait_n):
         with np.errstate(invalid="ignore"):
             into.value = into.value + a_then @ b_then
     assert all(into is not sums for into, *_ in here.products), "read while it is summed up"
-    return jnp.asarray(sums.value)
+    return sums.value
 
 
 def fetch(source, target, ready):
@@ -177,9 +177,7 @@ GPU = types.SimpleNamespace(
     SwizzleTransform=lambda width: None,
     Layout=types.SimpleNamespace(WGMMA=types.SimpleNamespace(reduce=lambda axis: None)),
     layout_cast=lambda x, layout: x,
-    broadcasted_iota=lambda dtype, shape, axis, layout: jax.lax.broadcasted_iota(
-        dtype, shape, axis
-    ),
+    broadcasted_iota=lambda dtype, shape, axis, layout: np.indices(shape, dtype)[axis],
     barrier_wait=lambda barrier: barrier[0].wait(barrier[1]),
     barrier_arrive=lambda barrier: barrier[0].arrive(barrier[1]),
     copy_gmem_to_smem=fetch,
@@ -190,16 +188,6 @@ GPU = types.SimpleNamespace(
     commit_smem=lambda: None,
     wait_smem_to_gmem=lambda n: None,
 )
-
-
-def cond(yes, then, otherwise):
-    return then() if yes else otherwise()
-
-
-def fori_loop(low, high, body, carry):
-    for i in range(int(low), int(high)):
-        carry = body(jnp.int32(i), carry)
-    return carry
 
 
 def warpgroups(kernel, name, *, out, grid, groups):
@@ -216,7 +204,7 @@ def warpgroups(kernel, name, *, out, grid, groups):
                 here.group, here.products, here.program = group, [], program
                 here.place = dict(zip(grid, place, strict=True)) | {"group": group}
                 try:
-                    with jax.disable_jit(), _launch.INTERPRETED(True):
+                    with np.errstate(all="ignore"), _launch.INTERPRETED(True):
                         kernel(*given, *results)
                 except BaseException as error:  # of a thread: it would be lost
                     failed.append(error)
@@ -228,27 +216,28 @@ def warpgroups(kernel, name, *, out, grid, groups):
                 thread.join()
             if failed:
                 raise failed[0]
-        return tuple(None if x is None else jnp.asarray(x.array) for x in results)
+        return tuple(None if x is None else x.array for x in results)
 
     return run
 
 
+LAX = types.SimpleNamespace(
+    **vars(blocks.LAX),
+    axis_index=lambda name: np.int32(here.place[name]),
+    rem=lambda a, b: np.int32(int(a) % int(b)),  # of what is not negative
+    broadcast_in_dim=lambda x, shape, along: np.broadcast_to(x[:, None], shape),
+    optimization_barrier=lambda xs: xs,
+)
+NAMES = {"jnp": np, "lax": LAX, "mosaic": lambda: GPU, "warpgroups": warpgroups}
+NAMES |= {"dynamic_slice": Span, "like": blocks.like}
+
+
 @contextlib.contextmanager
 def simulated(monkeypatch):
-    """Attention's kernel for Hopper runs here."""
-    names = vars(jax.lax) | {"cond": cond, "fori_loop": fori_loop}
-    names |= {"axis_index": lambda name: jnp.int32(here.place[name])}
-    mended = attention_hopper.mended
-
-    def mend(*args, how, **rest):
-        return mended(*args, how=how | {"interpret": True}, **rest)
-
-    with monkeypatch.context() as m:
-        m.setattr(attention_hopper, "lax", types.SimpleNamespace(**names))
-        m.setattr(attention_hopper, "mosaic", lambda: GPU)
-        m.setattr(attention_hopper, "warpgroups", warpgroups)
-        m.setattr(attention_hopper, "dynamic_slice", Span)
-        m.setattr(attention_hopper, "mended", mend)
+    """Attention's kernel for Hopper runs here, and that for blocks which mends its result."""
+    with monkeypatch.context() as m, blocks.simulated(m):
+        for name, its in NAMES.items():
+            m.setattr(attention_hopper, name, its)
         m.setattr(jax.experimental.pallas, "run_scoped", run_scoped)
         m.setattr(jax.experimental.pallas, "run_state", run_state)
-        yield functools.partial(attention_hopper.attend)
+        yield

@@ -1,4 +1,4 @@
-"""Attention's kernels alone, interpreted, against float64: any sizes, any options, any tile."""
+"""Attention's kernels in Pallas' interpreter: what hides, what is empty, what they do not take."""
 
 import functools
 
@@ -6,16 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from fuel_jax.fused import _attention_triton as triton
 from fuel_jax.fused.flash_attn import flash_attn, flash_attn_backward
 from fuel_jax.fused.paged_attn import paged_attn
-from pallas_kernels._attention import Tile
-from pallas_kernels.attention import attend
-from pallas_kernels.attention_gradients import gradients
 
-TILE = Tile(16, 16, 1, 1)
 OPTIONS = {"softmax_scale": None, "causal": False, "softcap": None}
 OPTIONS |= {"window_size_left": None, "window_size_right": None}
 
@@ -61,62 +56,12 @@ def half_a_unit(dtype, want):
     return float(jnp.finfo(dtype).eps) * np.sqrt(np.mean(np.square(want)))
 
 
-sizes = {"b": st.integers(1, 2), "hk": st.integers(1, 2), "g": st.integers(1, 3)}
-sizes |= {"sq": st.integers(1, 40), "sk": st.integers(1, 40), "parts": st.integers(1, 3)}
-sizes |= {"d": st.sampled_from([1, 5, 16, 20]), "dv": st.sampled_from([3, 16, 33])}
-WINDOW = st.none() | st.integers(0, 12)
-
-
-@settings(max_examples=6, deadline=None, derandomize=True)
-@given(
-    **sizes,
-    dtype=st.sampled_from(["bfloat16", "float16"]),
-    ragged=st.booleans(),
-    alibi=st.booleans(),
-    packed=st.booleans(),
-    causal=st.booleans(),
-    left=WINDOW,
-    right=WINDOW,
-    softcap=st.sampled_from([None, 2.0]),
-)
-def test_against_float64(
-    b, hk, g, sq, sk, parts, d, dv, dtype, ragged, alibi, packed, causal, left, right, softcap
-):
-    h = hk * g
-    q, k, v, do = draw(sq, dtype, (b, h, sq, d), (b, hk, sk, d), (b, hk, sk, dv), (b, h, sq, dv))
-    (dlse,) = draw(sk, "float32", (b, h, sq))
-    (slopes,) = draw(d, dtype, (h,)) if alibi else (None,)
-    k_len = jnp.asarray(np.linspace(0, sk, b + 1)[1:], "int32") if ragged else None
-    params = OPTIONS | {"causal": causal, "softcap": softcap}
-    params |= {"window_size_left": left, "window_size_right": right}
-    rules = triton.rules_of(q, sk, **params)
-
-    how = {"rules": rules, "interpret": True}
-    o, lse = attend(*(q, k, v, slopes, k_len), tile=TILE, parts=parts, packed=packed, **how)
-    operands = (q, k, v, o, lse, do, dlse, slopes, k_len)
-    dq, dk, dv_, dslopes = gradients(*operands, of_keys=TILE, of_queries=TILE, **how)
-    want_o, want_lse = exactly(flash_attn, q, k, v, slopes, k_len, **params, return_lse=True)
-    want = exactly(flash_attn_backward, *operands, **params)
-
-    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
-    np.testing.assert_allclose(lse, want_lse, rtol=2e-6, atol=2e-6)
-    bound = 2 * half_a_unit(dtype, want_o) + half_a_unit(dtype, np.asarray(v, np.float64)) / 2
-    assert error(o, want_o) < bound
-    # The result was rounded before Σ o · do, and weights and their slopes before their products.
-    for got, wanted in zip((dq, dk, dv_), want, strict=False):
-        assert error(got, wanted) < 3 * half_a_unit(dtype, np.abs(wanted).max() + 1e-3)
-    if alibi:
-        got = dslopes.sum((0, 2))
-        assert error(got, want[3]) < 3 * half_a_unit(
-            dtype, np.abs(want[3]).max() + np.sqrt(sk * sq)
-        )
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_errors_are_those_of_halves(dtype):
-    """At most twice, and thrice in gradients, what attention in halves is off."""
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 1), ("float16", 17)])
+def test_errors_are_those_of_halves(dtype, size):
+    """At most twice, and thrice in gradients, what attention in halves is off; scores to ±1000."""
     b, h, n, d = 2, 2, 48, 16
     q, k, v, do = draw(0, dtype, *[(b, h, n, d)] * 4)
+    q, k = size * q, size * k
     params = OPTIONS | {"causal": True}
     seen = np.tri(n, dtype=bool)
     plain = functools.partial(plainly, seen=seen, alibi=None, scale=d**-0.5, softcap=None)

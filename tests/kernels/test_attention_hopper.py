@@ -34,8 +34,9 @@ def operands(name, dtype="bfloat16", width=64):
 
 def attend(monkeypatch, q, k, v, slopes, lengths, **params):
     rules = triton.rules_of(q, k.shape[2], **params)
-    with simulated(monkeypatch) as run:
-        return run(q, k, v, slopes, lengths, rules=rules, **TILES)
+    arrays = (None if x is None else np.asarray(x) for x in (q, k, v, slopes, lengths))
+    with simulated(monkeypatch):
+        return attention_hopper.attend(*arrays, rules=rules, **TILES)
 
 
 @pytest.mark.parametrize("name", CASES)
