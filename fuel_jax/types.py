@@ -5,7 +5,8 @@
 of a call; operands whose class is ``shared`` have one dtype.
 """
 
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,7 @@ from .errors import UnknownName, X64Required
 from .op_kind import unknown
 
 Array = jax.Array
-Pair = tuple[int, int]  # (vertical, horizontal); one int stands for both
-Padding = tuple[tuple[int, int], ...]  # (before, after) per axis
+Pair = tuple[int, int]  # (vertical, horizontal)
 Reduction = Literal["mean", "sum", "none"]
 
 FLOATS = ("float32", "float64", "bfloat16", "float16")
@@ -32,6 +32,15 @@ FUEL_DTYPES = {  # Fuel's name -> JAX's
     **{"U8": "uint8", "I8": "int8", "U32": "uint32", "I16": "int16", "I32": "int32"},
     **{"I64": "int64", "F8E4M3": "float8_e4m3fn"},
 }
+
+if TYPE_CHECKING:  # what may be written; a body is given tuples, of ints
+    IntOrPair = int | Sequence[int]
+    Ints = Sequence[int]
+    Pairs = Sequence[Sequence[int]]
+else:
+    IntOrPair = Pair
+    Ints = tuple[int, ...]
+    Pairs = tuple[Pair, ...]
 
 if TYPE_CHECKING:
     from typing import Annotated
@@ -107,14 +116,14 @@ else:
 
 
 if TYPE_CHECKING:
-    DType = Any
+    from jax.typing import DTypeLike as DType
 else:
 
     class DType:
         """Annotation of a parameter that names a dtype; its values are canonical dtype names."""
 
 
-def dtype_named(value: Any, op: str = "cast", parameter: str = "dtype") -> str:
+def dtype_named(value: DType, op: str = "cast", parameter: str = "dtype") -> str:
     """JAX's name of a dtype: ``"float32"`` for ``jnp.float32``, ``"float32"`` or Fuel's ``"F32"``.
 
     Raises:

@@ -110,6 +110,18 @@ def test_a_cache_is_written_as_it_is_called():
 
 
 @traced
+def test_any_sequence_will_do_and_one_int_for_a_pair():
+    image, w = jnp.ones((1, 1, 4, 4)), jnp.ones((1, 1, 2, 2))
+    assert fuel_jax.conv2d(image, w, stride=2, padding=[0, 2]).shape == (1, 1, 2, 4)
+    assert fuel_jax.conv_transpose2d(image, w, stride=(2, 1), output_padding=0).shape[2] == 8
+    assert fuel_jax.reduce_sum_to(X, shape=[2, 1]).shape == (2, 1)
+    assert fuel_jax.mean_reduce(X, dims=[0]).shape == fuel_jax.mean_reduce(X, dims=0).shape
+    assert fuel_jax.pad(X, padding=[(0, 1), (1, 0)]).shape == (3, 4)
+    assert fuel_jax.write_slice(X, X[:1], ranges=[[0, 1], [0, 3]]).shape == X.shape
+    assert fuel_jax.cast(X, dtype="F16").dtype == fuel_jax.cast(X, dtype=jnp.float16).dtype
+
+
+@traced
 def test_what_has_no_such_parameter():
     with pytest.raises(fuel_jax.SignatureError, match="'x' is missing"):
         fuel_jax.exp(y=X)  # pyright: ignore[reportCallIssue]

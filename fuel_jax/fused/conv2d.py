@@ -12,7 +12,7 @@ from .._op import Precision
 from ..numerics import product_precision, wide
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
-from ..types import Array, Floats, Pair
+from ..types import Array, Floats, IntOrPair, Pair
 from ._conv_taps import MOST_TAPS, input_gradient, pointwise, shifted, weight_gradient
 
 PRECISION = Precision(float32=3e-6)
@@ -171,9 +171,9 @@ def conv2d(
     w: Floats[Array, "c_out c_in_per_group kh kw"],
     bias: Floats[Array, " c_out"] | None = None,
     *,
-    stride: Pair = (1, 1),
-    padding: Pair = (0, 0),
-    dilation: Pair = (1, 1),
+    stride: IntOrPair = (1, 1),
+    padding: IntOrPair = (0, 0),
+    dilation: IntOrPair = (1, 1),
     groups: int = 1,
 ) -> Floats[Array, "n c_out h_out w_out"]:
     """Weighted sum of each input window:  y[i] = Σ x[i·s + k·d − p] · w[k] + bias  per axis.
@@ -197,7 +197,12 @@ def conv2d(
         ArgumentError: groups that do not divide the channels, a kernel larger than the padded
             input, a stride or dilation below 1.
     """
-    window = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    window: dict[str, Any] = {
+        "stride": stride,
+        "padding": padding,
+        "dilation": dilation,
+        "groups": groups,
+    }
     return with_bias(convolved(wide(x), wide(w), **window), bias).astype(x.dtype)
 
 

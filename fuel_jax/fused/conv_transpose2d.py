@@ -11,7 +11,7 @@ from .._op import Precision
 from ..numerics import product_precision, wide
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
-from ..types import Array, Floats, Pair
+from ..types import Array, Floats, IntOrPair, Pair
 from ._conv_taps import weight_gradient
 from .conv2d import bias_gradient, convolved, dense, not_half, with_bias, with_half_bias
 
@@ -202,10 +202,10 @@ def conv_transpose2d(
     w: Floats[Array, "c_in c_out_per_group kh kw"],
     bias: Floats[Array, " c_out"] | None = None,
     *,
-    stride: Pair = (1, 1),
-    padding: Pair = (0, 0),
-    output_padding: Pair = (0, 0),
-    dilation: Pair = (1, 1),
+    stride: IntOrPair = (1, 1),
+    padding: IntOrPair = (0, 0),
+    output_padding: IntOrPair = (0, 0),
+    dilation: IntOrPair = (1, 1),
     groups: int = 1,
 ) -> Floats[Array, "n c_out h_out w_out"]:
     """Spread each input element over the output:  y[i·s + k·d − p] += x[i] · w[k]  per axis.
@@ -230,8 +230,9 @@ def conv_transpose2d(
         ArgumentError: groups that do not divide the channels, an ``output_padding`` that reaches
             stride and dilation, a stride or dilation below 1.
     """
-    window = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    y = transposed(wide(x), wide(w), output_padding=output_padding, **window)
+    window: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation}
+    window |= {"output_padding": output_padding, "groups": groups}
+    y = transposed(wide(x), wide(w), **window)
     return with_bias(y, bias).astype(x.dtype)
 
 

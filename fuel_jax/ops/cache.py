@@ -23,10 +23,10 @@ from .._signature import shorten
 from ..errors import ArgumentError
 from ..op_kind import OpKind as K
 from ..registry import op
-from ..types import Anything, Array, Indices
+from ..types import Anything, Array, Indices, Pairs
 
 EXACT = Precision(float32=0.0)
-Ranges = tuple[tuple[int, int], ...]  # (start, end) per axis
+Ranges = Pairs  # (start, end) per axis
 
 
 def example(*shape: int) -> jax.ShapeDtypeStruct:

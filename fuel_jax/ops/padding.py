@@ -12,13 +12,13 @@ from .._op import Precision
 from ..numerics import is_float, wide
 from ..op_kind import OpKind as K
 from ..registry import op
-from ..types import Anything, Array, Floats, Padding
+from ..types import Anything, Array, Floats, Pairs
 from .layout import EXACT, Number, example, filling, misfit
 
 Mode = Literal["constant", "reflect", "replicate"]
 
 
-def margins(name: str, x: Any, shape: Any, padding: Padding, mode: str) -> str | None:
+def margins(name: str, x: Any, shape: Any, padding: Pairs, mode: str) -> str | None:
     """Margins that an array of ``shape`` cannot have; ``x``, called ``name``, was given."""
     arrived = f"parameter 'padding' is {padding} and {name!r} is {describe(x)}"
     if len(padding) != x.ndim:
@@ -38,19 +38,19 @@ def margins(name: str, x: Any, shape: Any, padding: Padding, mode: str) -> str |
     return None
 
 
-def pad_rejects(x: Any, *, padding: Padding, mode: Any, value: Number) -> Any:
+def pad_rejects(x: Any, *, padding: Pairs, mode: Any, value: Number) -> Any:
     """Margins that do not fit, or a value that does not."""
     return margins("x", x, x.shape, padding, mode) or (
         misfit(x, value) if mode == "constant" else None
     )
 
 
-def inner(shape: Any, padding: Padding) -> tuple[int, ...]:
+def inner(shape: Any, padding: Pairs) -> tuple[int, ...]:
     """Extents without the margins."""
     return tuple(n - before - after for n, (before, after) in zip(shape, padding, strict=False))
 
 
-def pad_backward_rejects(upstream: Any, *, padding: Padding, mode: Any) -> Any:
+def pad_backward_rejects(upstream: Any, *, padding: Pairs, mode: Any) -> Any:
     """Margins that do not fit into the array."""
     return margins("upstream", upstream, inner(upstream.shape, padding), padding, mode)
 
@@ -72,7 +72,7 @@ def pad_backward_examples() -> Iterator[dict[str, Any]]:
         yield {"upstream": example(6, 7), "padding": padding, "mode": mode}
 
 
-def padded(x: Array, *, padding: Padding, mode: str, value: Number) -> Array:
+def padded(x: Array, *, padding: Pairs, mode: str, value: Number) -> Array:
     """``x`` with its margins."""
     if mode == "constant":
         config = [(before, after, 0) for before, after in padding]
@@ -98,7 +98,7 @@ def padded(x: Array, *, padding: Padding, mode: str, value: Number) -> Array:
 
 @op(K.Pad, precision=EXACT, rejects=pad_rejects, examples=pad_examples)
 def pad(
-    x: Anything[Array, "*shape"], *, padding: Padding, mode: Mode = "constant", value: Number = 0
+    x: Anything[Array, "*shape"], *, padding: Pairs, mode: Mode = "constant", value: Number = 0
 ) -> Anything[Array, "*padded"]:
     """Margins around an array: a constant, or x continued.
 
@@ -127,7 +127,7 @@ def pad(
     examples=pad_backward_examples,
 )
 def pad_backward(
-    upstream: Floats[Array, "*padded"], *, padding: Padding, mode: Mode = "constant"
+    upstream: Floats[Array, "*padded"], *, padding: Pairs, mode: Mode = "constant"
 ) -> Floats[Array, "*shape"]:
     """Gradient of :func:`pad`:  every element goes to where it was copied from, and is added there.
 

@@ -17,12 +17,12 @@ from .._sharding import along
 from ..numerics import lifted, wide
 from ..op_kind import OpKind
 from ..registry import op
-from ..types import Array, Floats, Numbers
+from ..types import Array, Floats, Ints, Numbers
 from ._extremes import SLICES, extreme, position, position_by_folding
 
 PRECISION = Precision(float32=2e-6)
-Dims = tuple[int, ...] | int | None
-Shape = tuple[int, ...]
+Dims = Ints | int | None
+Shape = Ints
 
 
 # -- which axes ----------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def collapsed(shape: Sequence[int], target: Sequence[int]) -> tuple[int, ...]:
 
 def shape_rejects(x: Any, *, shape: Shape) -> str | None:
     """A target that does not broadcast to the shape of x."""
-    padded = (1,) * (x.ndim - len(shape)) + shape
+    padded = (1,) * (x.ndim - len(shape)) + tuple(shape)
     if len(shape) <= x.ndim and all(m in (1, n) for n, m in zip(x.shape, padded, strict=True)):
         return None
     return (
