@@ -9,26 +9,32 @@ import pytest
 import step_on_paper as paper
 import tiny_transformer as model
 import training
+from jax.sharding import NamedSharding, PartitionSpec as P
 
+from . import steps
 from .counted import sent
 
+AXES = many_devices.AXES
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 2, 2)])
-def test_a_step_sends_and_holds_what_the_paper_says(sizes, monkeypatch):
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (2, 2, 2)])
+def test_a_step_is_one_device_s_and_sends_and_holds_what_the_paper_says(sizes, monkeypatch, curve):
     """No gather; the bytes of all sums, and of keys and values; weights and AdamW's means."""
-    monkeypatch.setattr(training, "SEQUENCE", 8)
-    monkeypatch.setattr(training, "BATCH", 4)
-    config = model.Config(14, width=16, layers=1, hidden=24, context=8)
-    mesh = many_devices.make_mesh("data={},model={},sequence={}".format(*sizes))
+    for name, value in steps.SHORT.items():
+        monkeypatch.setattr(training, name, value)
+    config, mesh = steps.SMALL, many_devices.make_mesh(",".join(map("{}={}".format, AXES, sizes)))
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
-        weights = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
-        zeros = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), weights)
-        state = many_devices.start(mesh, many_devices.even(zeros, sizes[1]))
-        tokens = jax.ShapeDtypeStruct((4, 9), "int32")
+        weights = model.init(config, jax.random.key(0))
+        state = many_devices.start(mesh, many_devices.even(weights, sizes[1]))
+        tokens = jax.ShapeDtypeStruct((4, 9), "int32", sharding=NamedSharding(mesh, P()))
         loss = functools.partial(many_devices.loss, config, mesh)
-        compiled = training.train_step.lower(loss, 4, state, tokens).compile()
+        compiled = training.train_step.lower(loss, steps.STEPS, state, tokens).compile()
+        losses, batches = [], training.batches(steps.TEXT.train, seed=0)
+        for _, tokens in zip(range(steps.STEPS), batches, strict=False):
+            state, value = compiled(state, *many_devices.placed((tokens,), (P(),), mesh))
+            losses.append(float(value))
+    assert losses == pytest.approx(curve, rel=1e-5)
     on_paper = paper.Mesh(*sizes)
     assert sent(compiled.as_text()) == paper.sent(config, on_paper, batch=4, steps=8)
     held = compiled.memory_analysis().argument_size_in_bytes

@@ -7,10 +7,7 @@ import subprocess
 import sys
 import time
 
-import jax
-import many_devices
 import pytest
-import training
 
 from . import steps
 
@@ -24,9 +21,9 @@ def started(count, checkpoints, *dies_at):
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
     root = pathlib.Path(__file__).parents[2]
-    flags = f"--xla_force_host_platform_device_count={DEVICES // count}"
+    flags = f"--xla_force_host_platform_device_count={DEVICES // count}"  # the last one counts
     env = os.environ | {
-        "XLA_FLAGS": f"{flags} --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {flags}",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(root), str(root / "notebooks")]),
     }
@@ -58,14 +55,6 @@ def ended(processes):
 def from_step(first, curve):
     """The curve from that step on, which is counted from 1."""
     return pytest.approx({i: x for i, x in enumerate(curve, 1) if i >= first}, rel=1e-5)
-
-
-@pytest.fixture(scope="module")
-def curve():
-    with jax.numpy_dtype_promotion("standard"), pytest.MonkeyPatch.context() as short:
-        for name, value in steps.SHORT.items():
-            short.setattr(training, name, value)
-        return list(many_devices.on_one_device(steps.SMALL, steps.TEXT, steps.STEPS))
 
 
 def test_four_of_which_one_dies_and_two_go_on(tmp_path, curve):
