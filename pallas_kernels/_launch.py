@@ -8,6 +8,7 @@ refuses with that sentence, and the ops go on in plain ``jax.numpy``.
 
 import functools
 import os
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,8 +64,16 @@ def lowered_for() -> str:
 
 @functools.cache
 def kind_of_gpu() -> str:
-    """The name of the first GPU.  Where there is no driver for one, no device is opened to see."""
-    if not os.path.exists("/dev/nvidiactl"):
+    """The name of the first GPU.
+
+    The driver's: to ask JAX would start its backends, and a program may have yet to say that it
+    runs in several processes.  JAX is asked where there is a GPU and the driver does not tell.
+    """
+    for path in sorted(pathlib.Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        for line in path.read_text().splitlines():
+            if line.startswith("Model:"):
+                return line.removeprefix("Model:").strip()
+    if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):
         return "none"
     try:
         return jax.devices("cuda")[0].device_kind

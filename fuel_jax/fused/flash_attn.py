@@ -19,6 +19,7 @@ from ..types import Array, Floats, Indices, Wide
 from . import (
     _attention as maths,
     _attention_chunked as chunked,
+    _attention_cudnn as cudnn,
     _attention_hopper as hopper,
     _attention_tiles as tiles,
     _attention_triton as triton,
@@ -399,6 +400,8 @@ def by_flash_attn(i: int) -> Callable[..., Any]:
 cuda: dict[str, Any] = {"platforms": ("cuda",), "refuses": triton.refuses}
 hopper_only: dict[str, Any] = cuda | {"refuses": hopper.refuses, "declines": hopper.declines}
 flash_attn.kernel("mosaic", **hopper_only)(hopper.forward)
+theirs: dict[str, Any] = cuda | {"refuses": cudnn.refuses, "declines": cudnn.declines}
+flash_attn.kernel("cudnn", **theirs)(cudnn.forward)
 flash_attn.kernel("triton", **cuda, tiles=tiles.forward)(triton.forward)
 flash_attn_backward.kernel("triton", **cuda, tiles=tiles.backward)(triton.backward)
 # On the CPU chunks pay sooner, but not in the gradient: at [8, 256, 64] they take 1.25 of the time.
