@@ -163,8 +163,9 @@ def centred_together(x: Array, eps: float) -> tuple[Array, Array]:
     d = v - jnp.mean(v, -1, keepdims=True)
     left = jnp.mean(d, -1, keepdims=True)
     square = jnp.mean(jnp.square(d), -1, keepdims=True)
-    variance = square - jnp.where(jnp.isinf(square), 0, jnp.square(left))
-    # In a row of one number it is a rounding error, which may be negative.
+    # Below inf, for the mean square may be that; and in a row of one number what is left is a
+    # rounding error, which may be negative.  XLA's CPU backend fuses what reads ``square`` once.
+    variance = square - jnp.minimum(jnp.square(left), jnp.finfo(v.dtype).max)
     return d - left, lax.rsqrt(jnp.maximum(variance, 0) + eps)
 
 
@@ -175,7 +176,7 @@ def in_three_passes(x, *, eps, interpret=False):
     return (d * r).astype(x.dtype)
 
 
-@layer_norm_last_dim_backward.kernel("three_passes", platforms=("cuda", "cpu"))
+@layer_norm_last_dim_backward.kernel("three_passes", platforms=("cuda",))
 def backward_in_three_passes(x, upstream, *, eps, interpret=False):
     """By ``centred_together``."""
     return slope(*centred_together(x, eps), wide(upstream)).astype(x.dtype)

@@ -16,7 +16,7 @@ from ..numerics import is_float, wide
 from ..types import Array
 
 SLICES = 16  # folded at a time: each reads its part of memory in order
-LEAST = 256  # elements of a last axis that are reduced one by one
+LEAST, PARTS = 512, 8  # elements of a last axis that are reduced one by one; slices until then
 
 
 def attained(x: Array, y: Array, axes: tuple[int, ...], largest: bool) -> tuple[Array, Array]:
@@ -70,10 +70,10 @@ def keeping_nan(x: Array, axes: tuple[int, ...], largest: bool) -> Array:
         return reduce(x, axes)
     half = is_float(x) and x.dtype.itemsize == 2
     v, reduced = merged(ordered(x, largest) if half else x, axes)
-    least = LEAST if is_float(v) else SLICES
+    of_last = (LEAST, PARTS) if is_float(v) else (SLICES, SLICES)
     for axis in reversed(reduced):
         last = axis == v.ndim - 1
-        v = folded(v, axis, pick, least if last else 2)
+        v = folded(v, axis, pick, *of_last if last else (2, SLICES))
         # XLA computes a reduction once, an elementwise maximum again wherever it is broadcast.
         if not is_float(v):
             v = reduce(v, (axis,))
@@ -126,10 +126,12 @@ def merged(x: Array, axes: Sequence[int]) -> tuple[Array, list[int]]:
     return x.reshape(shape or (1,)), [i for i, r in enumerate(reduced) if r]
 
 
-def folded(v: Array, axis: int, pick: Callable[[Array, Array], Array], least: int) -> Array:
+def folded(
+    v: Array, axis: int, pick: Callable[[Array, Array], Array], least: int, slices: int = SLICES
+) -> Array:
     """v, slices of one axis folded onto each other until there are at most ``least``, 2 or more."""
     while (n := v.shape[axis]) > least:
-        each = max(2, math.ceil(n / SLICES))
+        each = max(2, math.ceil(n / slices))
         starts = [min(i, n - each) for i in range(0, n, each)]  # the last ones may overlap
         v = functools.reduce(pick, [lax.slice_in_dim(v, s, s + each, axis=axis) for s in starts])
     return v
