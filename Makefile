@@ -18,8 +18,9 @@ PIP = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check
 demo: $(VENV)/demo.installed
 	$(VENV)/bin/python notebooks/demo.py
 
+# Each worker begins with a share of neighbours, which have programs in common.
 test: $(VENV)/test.installed
-	$(VENV)/bin/python -m pytest -n auto --durations=10 $(PYTEST)
+	$(VENV)/bin/python -m pytest -n auto --dist worksteal --durations=10 $(PYTEST)
 
 lint: $(VENV)/lint.installed
 	$(VENV)/bin/ruff check
