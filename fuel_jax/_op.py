@@ -256,7 +256,16 @@ class Op(Generic[P, R]):
         caps: KernelCaps = KernelCaps(),
         tiles: Callable[..., Any] | None = None,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator registering an implementation, tried after those before it, before ``xla``."""
+        """Decorator registering an implementation, tried after those before it, before ``xla``.
+
+        Args:
+            name: by which it is pinned and told of; one of the op.
+            platforms: that it is for, ``"cpu"`` or ``"cuda"``; every one if empty.
+            refuses: why it cannot serve a call, from shapes and parameters; see :class:`Kernel`.
+            declines: why another is to be taken before it; a pin overrules this.
+            caps: what it takes beyond contiguous row-major operands.
+            tiles: how it may be cut for a call, of the arguments of ``refuses``.
+        """
 
         def register(run: Callable[..., Any]) -> Callable[..., Any]:
             self.add(Kernel(name, run, platforms, refuses, declines, caps, tiles))

@@ -131,6 +131,10 @@ def by_report(
 
     The report may be of another machine than this, for programs that are lowered or exported for
     that one.  A pin (``fuel_jax.using``) goes before it.
+
+    Args:
+        report: measurements, of this machine or of the one to lower for.
+        criterion: what makes an implementation the best.
     """
     with MEASURED(Measurements.of(report, Criterion(criterion))):
         yield
@@ -193,6 +197,9 @@ def populate_dispatch_table(
         criterion: what makes an implementation the best.
         say: gets a line for each call measured.
 
+    Returns:
+        The report, with what was measured now.
+
     Raises:
         FileError: the file is damaged, of a newer major version, or of another machine.
     """
@@ -211,7 +218,12 @@ def cached(
 ) -> ProfileReport | None:
     """Choose by an earlier report in this process, measuring nothing.
 
-    Returns the report, or None if there is none or it is of another machine: then nothing changes.
+    Args:
+        path: the report; this machine's own (:func:`default_path`) if None.
+        criterion: what makes an implementation the best.
+
+    Returns:
+        The report, or None if there is none or it is of another machine: then nothing changes.
 
     Raises:
         FileError: the file is damaged or of a newer major version.

@@ -47,7 +47,7 @@ def zigzag(x: Array, devices: int, axis: int) -> Array:
 
 
 def unzigzag(x: Array, devices: int, axis: int) -> Array:
-    """The inverse of :func:`zigzag`."""
+    """The inverse of :func:`zigzag`, whose arguments it takes."""
     return jnp.take(x, np.argsort(order(x.shape[axis], devices)), axis)
 
 
