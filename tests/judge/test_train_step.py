@@ -103,7 +103,7 @@ def test_a_mesh_trains_as_one_device_does(tmp_path, capsys):
     [
         ("rows=2", "no mesh 'rows=2'; wanted data=N, model=N or data=N,model=N"),
         ("data=2,data=2", "no mesh 'data=2,data=2'; wanted"),
-        ("model=8", "it takes 8 devices and there are 4"),
+        ("data=8,model=8", "it takes 64 devices and there are"),
     ],
 )
 def test_a_mesh_that_is_none(over, says):
