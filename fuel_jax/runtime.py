@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypedDict, Unpack
 
-from ._choose import Explanation, Kernel
-from ._fused import FusedOp
-from ._op import Cost, OutputView, P, Precision, R
+from ._choose import Explanation, Kernel, Reason
+from ._fuse.spelling import Spelling
+from ._fused import Family, FusedOp
+from ._op import Cost, Examples, OutputView, P, Precision, R
+from ._sharding import Rule
 from .errors import ArgumentError
 from .op_kind import FusedOps, OpKind, unknown
 from .registry import _FUSED, _RUNTIME, builtin, enter, named
 
 IDS = itertools.count(FusedOps.RUNTIME_BASE)  # of this process, and never reused in it
+
+
+class Contract(TypedDict, total=False):
+    """What a registered op may declare beside its gradient and kernels; see :class:`FusedOp`."""
+
+    outputs: Sequence[str]
+    rejects: Reason
+    expects: Callable[..., Any]
+    splits: str | Callable[..., Rule]
+    examples: Examples
+    frozen: Sequence[str]
+    spellings: Sequence[Callable[..., Any] | Spelling]
+    matchable: bool
+    family: Family
+    seed_backward: str
+    destructive_input: int | None
 
 
 class RuntimeOp(FusedOp[P, R]):
@@ -33,7 +51,7 @@ def register_fused(
     backward: FusedOp | Callable[..., Any] | Literal["decompose", "none"] = "decompose",
     kernels: tuple[Kernel, ...] = (),
     precision: Precision = Precision(float32=5e-6),
-    **contract: Any,
+    **contract: Unpack[Contract],
 ) -> FusedOp[P, R]:
     """Make a function of arrays a fused op of this process.
 
@@ -75,8 +93,9 @@ def register_fused(
         if callable(backward) and not isinstance(backward, FusedOp):
             backward = FusedOp(backward, family="Backward", precision=precision, matchable=False)
         fused_id = next(IDS)
-        contract = {"family": "Runtime", "precision": precision, "backward": backward} | contract
-        known = RuntimeOp(body, name=name, id=fused_id, **contract)
+        declared: dict[str, Any] = {"family": "Runtime", **contract}
+        declared |= {"precision": precision, "backward": backward}
+        known = RuntimeOp(body, name=name, id=fused_id, **declared)
         known.mark = mark
         _FUSED[fused_id] = known
     for kernel in kernels:

@@ -142,7 +142,9 @@ def test_a_registered_op_keeps_its_signature():
     def swiglu(gate: Array, up: Array, *, beta: float = 1.0) -> Array:
         return gate * jax.nn.sigmoid(beta * gate) * up
 
-    op = fuel_jax.register_fused("typed_swiglu", swiglu)
+    with pytest.raises(TypeError, match="output_names"):
+        fuel_jax.register_fused("typed_swiglu", swiglu, output_names=("y",))  # pyright: ignore[reportCallIssue]
+    op = fuel_jax.register_fused("typed_swiglu", swiglu, outputs=("y",))
     assert is_array(assert_type(op(X, X, beta=2.0), Array))
     with pytest.raises(fuel_jax.SignatureError, match="'alpha'"):
         op(X, X, alpha=2.0)  # pyright: ignore[reportCallIssue]
