@@ -80,10 +80,11 @@ class Row:
     def read(cls, given: Any) -> Row | None:
         """A row of a file, or None where it says something this version does not understand."""
         try:
-            names = (named(given[n]) for n in ("op", "kernel", "dtype"))
+            op, kernel, dtype = (named(given[n]) for n in ("op", "kernel", "dtype"))
             extents = {named(n): extent(v) for n, v in given["extents"].items()}
             us = None if given.get("us") is None else number(given["us"])
-            return cls(*names, extents, settings(given["tile"]), us, text(given.get("date", "")))
+            date = text(given.get("date", ""))
+            return cls(op, kernel, dtype, extents, settings(given["tile"]), us, date)
         except (AttributeError, KeyError, TypeError, ValueError):
             return None
 
@@ -122,11 +123,11 @@ class Table:
     @classmethod
     def of(cls, machine: dict[str, Any], rows: Iterable[Row], name: str = "the table") -> Table:
         """What a table says now."""
-        rows = {row.key: row for row in rows}
-        said = json.dumps([machine, [vars(row) for row in rows.values()]], sort_keys=True)
+        found = {row.key: row for row in rows}
+        said = json.dumps([machine, [vars(row) for row in found.values()]], sort_keys=True)
         digest = hashlib.sha256(said.encode()).hexdigest()
         platform, device = (text(str(machine.get(n, ""))) for n in ("platform", "device"))
-        return cls(digest, platform, device, name, rows)
+        return cls(digest, platform, device, name, found)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Table:

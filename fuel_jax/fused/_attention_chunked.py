@@ -47,17 +47,16 @@ class Rows(NamedTuple):
     @classmethod
     def of(cls, rules: Rules) -> Rows:
         """By rule."""
-        some = rules.left is not None or rules.right is not None
-        return cls(ROWS if some else ROWS_SEEING_ALL)
+        return cls(ROWS_SEEING_ALL if rules.left is None and rules.right is None else ROWS)
 
 
 def tiles(q, k, v, *operands, softmax_scale, return_lse=False, **params) -> Tiles:
     """More or fewer queries."""
     (_, h, sq, d), (_, hk, sk, dv) = q.shape, v.shape
     first = Rows.of(maths.Rules.of(sq, sk, **params))
-    extents: dict[str, int | str] = {"rows": sq * (h // hk), "keys": sk, "width": max(d, dv)}
-    most = max(first.rows, extents["rows"])
-    return Tiles.of(extents, first, *varied(first, rows=around(first.rows, most=most)))
+    rows = sq * (h // hk)
+    ways = varied(first, rows=around(first.rows, most=max(first.rows, rows)))
+    return Tiles.of({"rows": rows, "keys": sk, "width": max(d, dv)}, first, *ways)
 
 
 def refuses(q, k, v, *operands, **params) -> str | None:
