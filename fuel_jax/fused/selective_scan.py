@@ -65,10 +65,34 @@ def along_time(*arrays: Array) -> tuple[Array, ...]:
     return tuple(jnp.swapaxes(wide(x), 0, 1) for x in arrays)
 
 
-def advance(h: Array, decay: Array, step: Array, u: Array, b: Array) -> tuple[Array, Array]:
-    """The next state, and what it kept of the last one: exp(Δ·a)."""
-    keep = jnp.exp(step[:, None, :] * decay)
-    return keep * h + (step * u)[:, None, :] * b[:, :, None], keep
+# A state, or its cotangent, is a sum (high, low).  Where hardly anything is forgotten exp(Δ·a) is a
+# number near 1, and what it is rounded by goes one way at every step if Δ is constant: in 65,536
+# steps of Δ·a near -5e-4 that adds up to 1e-4, and so does what sums of states are rounded by.
+State = tuple[Array, Array]
+
+
+def plus(state: State, x: Array) -> State:
+    """state + x, and what rounding it has lost, by Knuth's sum of two numbers."""
+    high, low = state
+    x = x + low
+    total = high + x
+    of_x = total - high
+    lost = (high - (total - of_x)) + (x - of_x)
+    return total, jnp.where(jnp.isfinite(total), lost, 0)
+
+
+def decayed(state: State, exponent: Array) -> State:
+    """exp(Δ·a) · state: near 1 as the state and (exp(Δ·a) - 1) of it."""
+    high, low = state
+    keep = jnp.exp(exponent)
+    slow = (jnp.abs(exponent) < 0.5) & jnp.isfinite(high)  # 0 · inf is not inf
+    kept, low = plus((high, keep * low), jnp.expm1(jnp.where(slow, exponent, 0)) * high)
+    return jnp.where(slow, kept, keep * high), low
+
+
+def advance(h: State, decay: Array, step: Array, u: Array, b: Array) -> State:
+    """The next state."""
+    return plus(decayed(h, step[:, None, :] * decay), (step * u)[:, None, :] * b[:, :, None])
 
 
 def total(products: str, x: Array, y: Array) -> Array:
@@ -122,20 +146,20 @@ def selective_scan_backward(
     ones = jnp.ones(decay.shape[0], decay.dtype)
 
     def forward(h, at):
-        after, keep = advance(h, decay, *at)
-        return after, (h, after, keep)
+        after = advance(h, decay, *at)
+        return after, (h[0], after[0])
 
     def back(carry, at):
-        lam, da = carry
-        (step, u, b, c, g), (before, after, keep) = at
-        lam = lam + c[:, :, None] * g[:, None, :]
-        along_b = total("bnd,bn->bd", lam, b)
-        db = total("bnd,bd->bn", lam, step * u)
+        state, da = carry
+        (step, u, b, c, g), (before, after) = at
+        state = plus(state, c[:, :, None] * g[:, None, :])
+        along_b = total("bnd,bn->bd", state[0], b)
+        db = total("bnd,bd->bn", state[0], step * u)
         dc = total("bnd,bd->bn", after, g)
-        lam = keep * lam
-        dkeep = lam * before
+        state = decayed(state, step[:, None, :] * decay)
+        dkeep = state[0] * before
         dstep = u * along_b + total("bnd,n->bd", dkeep * decay, ones)
-        return (lam, da + dkeep * step[:, None, :]), (step * along_b, dstep, db, dc)
+        return (state, da + dkeep * step[:, None, :]), (step * along_b, dstep, db, dc)
 
     def chunk(carry, at):
         """The gradients of a stretch of the sequence, and λ at its beginning."""
@@ -151,9 +175,9 @@ def selective_scan_backward(
     size = max(math.isqrt(length), 1)
     whole = length - length % size
     chunks = tuple(x[:whole].reshape(whole // size, size, *x.shape[1:]) for x in given)
-    h, edges = lax.scan(edge, first, chunks)
-    carry, rest = chunk((dlast, start), (tuple(x[whole:] for x in given), h))
-    (lam, da), grads = lax.scan(chunk, carry, (chunks, edges), reverse=True)
+    h, edges = lax.scan(edge, (first, start), chunks)
+    carry, rest = chunk(((dlast, start), start), (tuple(x[whole:] for x in given), h))
+    ((lam, _), da), grads = lax.scan(chunk, carry, (chunks, edges), reverse=True)
     whole_of = lambda x, y: jnp.concatenate([x.reshape(whole, *x.shape[2:]), y])
     du, dstep, db, dc = (
         jnp.swapaxes(whole_of(x, y), 0, 1) for x, y in zip(grads, rest, strict=True)
@@ -218,10 +242,10 @@ def selective_scan(
 
     def forward(h, at):
         step, u, b, c = at
-        h, _ = advance(h, decay, step, u, b)
-        return h, total("bnd,bn->bd", h, c)
+        h = advance(h, decay, step, u, b)
+        return h, total("bnd,bn->bd", h[0], c)
 
-    last, y = lax.scan(forward, first, along_time(step, u, b, c))
+    (last, _), y = lax.scan(forward, (first, start), along_time(step, u, b, c))
     return jnp.swapaxes(y, 0, 1).astype(u.dtype), jnp.swapaxes(last, 1, 2)
 
 

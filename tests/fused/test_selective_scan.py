@@ -55,6 +55,27 @@ def test_long_sequences_keep_their_promise(draw):
         )
 
 
+def test_constant_slow_steps_of_a_very_long_sequence_keep_their_promise(draw):
+    """65,536 roundings that go one way: of exp(Δ·a), of the states, of the sums over them."""
+    length, d, n = 65_536, 2, 2
+    u, _, a, b, c = operands(draw, length, batch=1, d=d, n=n)
+    xs = u + 1, jnp.full_like(u, 0.01), 0.1 * a - 0.01, b, c
+    h, dlast = draw((1, d, n)), draw((1, d, n))
+
+    def both(*xs):
+        *operands, h, g, dlast = xs
+        y, pull = jax.vjp(selective_scan, *operands, h)
+        return *y, *pull((g, dlast))
+
+    xs = *xs, h, draw(u.shape), dlast
+    got = jax.jit(both)(*xs)
+    want = jax.jit(both)(*(x.astype("float64") for x in xs))
+    assert len(got) == 8
+    for x, y in zip(got, want, strict=True):
+        error = np.abs(np.asarray(x, np.float64) - y).max()
+        assert error <= selective_scan.precision.float32 * np.abs(y).max()
+
+
 def test_a_sequence_may_be_cut_and_continued(draw):
     u, delta, a, b, c = operands(draw, 11, "float64")
     whole, last = selective_scan(u, delta, a, b, c)
