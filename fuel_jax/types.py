@@ -43,19 +43,19 @@ else:
     Pairs = tuple[Pair, ...]
 
 if TYPE_CHECKING:
-    from typing import Annotated
-
-    Anything = Annotated
-    Bytes = Annotated
-    Floats = Annotated
-    Halves = Annotated
-    Indices = Annotated
-    Mask = Annotated
-    Numbers = Annotated
-    Products = Annotated
-    Single = Annotated
-    Wide = Annotated
-    Words = Annotated
+    from ._annotated import (
+        Anything as Anything,
+        Bytes as Bytes,
+        Floats as Floats,
+        Halves as Halves,
+        Indices as Indices,
+        Mask as Mask,
+        Numbers as Numbers,
+        Products as Products,
+        Single as Single,
+        Wide as Wide,
+        Words as Words,
+    )
 else:
     from jaxtyping import AbstractDtype
 
