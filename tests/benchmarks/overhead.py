@@ -48,7 +48,7 @@ def seconds_of_import(repeats: int = 5) -> list[float]:
 
 def main() -> None:
     """Measure and print."""
-    cli = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    cli = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     cli.add_argument("--rows", help="file to append to, one JSON object a line")
     asked = cli.parse_args()
     x = jnp.ones((8, 8), jnp.float32)

@@ -1,6 +1,7 @@
 """How a JAX user without fuel_jax would reduce, move, index and multiply arrays."""
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -48,7 +49,7 @@ POINTS = [
 ]
 PICKS_ACROSS = [(["f32 512 4096", "u32<4096 1000"], LAST), (["f32 65 333", "u32<333 77"], LAST)]
 POINT_ADDS = [([*x, x[1].replace(x[1].split()[0], "f32")], FIRST) for x in POINTS]
-THREE_BY_SEVEN = {"padding": ((1, 2), (3, 4))}
+THREE_BY_SEVEN: dict[str, Any] = {"padding": ((1, 2), (3, 4))}
 PADDED = calls(SMALL, SQUARE, "f32 333 65", **THREE_BY_SEVEN)
 
 REDUCED: dict[str, Row] = {
