@@ -15,7 +15,7 @@ from fuel_jax.parallel import attention
 
 from .counted import collectives, largest_error, sent
 
-COUNT = len(jax.devices())
+COUNT = 4
 TOLERANCE = 1e-12
 ROW, SEQUENCE, HEADS = P(None, "s"), P(None, "s"), P(None, None, "s")
 
