@@ -68,6 +68,13 @@ def tiles_gradient(x: Any, dt: Any, a: Any, b: Any, *rest: Any, **params: Any) -
     return Tiles.of(extents(x, b), first, *varied(first, **several, splits=(1, 2, 4)))
 
 
+def declines_gradient(x: Any, *rest: Any, **params: Any) -> str | None:
+    """Where XLA is faster: 173 µs against 154 of two steps on an H200.  Three were not measured."""
+    if x.shape[1] <= 2:
+        return f"a block of {x.shape[1]} of {BACKWARD.steps} steps is mostly empty"
+    return None
+
+
 def refuses_gradient(x: Any, dt: Any, a: Any, b: Any, *rest: Any, **params: Any) -> str | None:
     """Why the gradient cannot be served, or None."""
     batch, length, heads, p = x.shape

@@ -316,6 +316,6 @@ ssd_chunk_scan_backward.kernel(
     "triton",
     platforms=("cuda",),
     refuses=gradient_kernels.refuses_gradient,
-    declines=kernels.declines,
+    declines=gradient_kernels.declines_gradient,
     tiles=gradient_kernels.tiles_gradient,
 )(gradient_kernels.cut_gradient)

@@ -120,11 +120,15 @@ def test_what_is_left_to_xla():
 
     def explained(dtype="bfloat16", p=64, n=128, length=64):
         xs = [shape(dtype, 8, length, 4, p), shape(dtype, 8, length, 4), shape(dtype, 4)]
-        said = op.ssd_chunk_scan.explain(*xs, *[shape(dtype, 8, length, 1, n)] * 2)
+        groups = [shape(dtype, 8, length, 1, n)] * 2
+        said = op.ssd_chunk_scan.explain(*xs, *groups, chunk_size=min(length, 64))
         return [str(choices[0].why_not) for choices in (said.forward, said.backward)]
 
     assert all("float32 is left to XLA" in why for why in explained("float32"))
     assert all("256 states" in why for why in explained(n=256))
+    forward, backward = explained(length=2)
+    assert "mostly empty" in backward
+    assert "mostly empty" not in forward
     forward, backward = explained(p=128)
     assert "heads of 128" in backward
     assert "heads" not in forward
