@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from jax.sharding import AbstractDevice, AbstractMesh
 
 import fuel_jax
 from fuel_jax import __main__ as command, _tuned, judge
@@ -167,12 +168,13 @@ class TestChoice:
         asked = {"op": "cumsum", "kernel": "triton", "dtype": "float32"}
         asked |= {"extents": {"rows": 1024, "columns": 1024}, "tile": {"warps": 16}}
         table = written(path, asked, machine=MACHINE | {"platform": "cuda"})
-        lowered = lambda: (
-            jax.jit(lambda x: fuel_jax.cumsum(x, dim=-1))
-            .trace(x)
-            .lower(lowering_platforms=("cuda",))
-            .as_text()
-        )
+        h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+
+        def lowered():
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=h200)):
+                traced = jax.jit(lambda x: fuel_jax.cumsum(x, dim=-1)).trace(x)
+                return traced.lower(lowering_platforms=("cuda",)).as_text()
+
         assert "num_warps = 4" in lowered()
         with judge.tuned(table):
             assert "num_warps = 16" in lowered()
