@@ -160,7 +160,7 @@ their ratio over the number of devices.  Sending, and the share of it that a dev
 meanwhile, are the profiler's; waiting for the other device counts as sending.  Memory is that of
 operands, results and what is between, on each device.  The error is relative to one device, in the
 Euclidean norm; that of a step of training is of its loss.  Bytes sent are those of the compiled
-program, what is in a loop once.
+program, what is in a loop once; of a step of training as often as the loop runs.
 
 {table(head + "|bytes sent|failed", times)}
 
