@@ -15,6 +15,8 @@ import orbax.checkpoint as orbax
 import tiny_transformer as model
 import training
 
+from fuel_jax import flash_attn
+
 STEPS, MESH = 3, "data=2,model=2,sequence=2"
 TEXT = training.python_documentation()
 SMALL = model.Config(len(TEXT.characters), width=16, layers=1, hidden=24, context=8)
@@ -25,6 +27,8 @@ def main():
     vars(training).update(SHORT)
     process, count, port = map(int, sys.argv[1:4])
     checkpoints, *dies_at = sys.argv[4:]
+    q = jax.ShapeDtypeStruct((1, 2, 64, 64), "bfloat16")
+    jax.eval_shape(flash_attn, q, q, q)  # before JAX's backends: must not start them
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         f"127.0.0.1:{port}",
