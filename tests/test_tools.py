@@ -50,10 +50,11 @@ def test_checkpoint_policies(op, example):
     f, arrays, at = case(op, example)
     if at is None:
         pytest.skip("no gradient")
-    want = jax.jit(jax.grad(loss(f), at))(*arrays)
-    for policy in POLICIES.values():
-        kept = jax.checkpoint(loss(f), policy=policy)
-        close(jax.jit(jax.grad(kept, at))(*arrays), want, 1e-12, at_least=1)
+    kept = [jax.checkpoint(loss(f), policy=policy) for policy in POLICIES.values()]
+    slopes = jax.jit(lambda *xs: [jax.grad(g, at)(*xs) for g in (loss(f), *kept)])
+    want, *got = slopes(*arrays)
+    for slope in got:
+        close(slope, want, 1e-12, at_least=1)
 
 
 def test_jacobians_and_hessians(op, example):
@@ -63,14 +64,16 @@ def test_jacobians_and_hessians(op, example):
         pytest.skip("no gradient")
     plain = functools.partial(op.decompose, **f.keywords)
     x = arrays[at]
-    both = [jax.jit(jax.jacrev(of_one(loss(g), arrays, at)))(x) for g in (f, plain)]
-    close(*both, 1e-11, at_least=1)
-    value, push = jax.linearize(of_one(loss(plain), arrays, at), x)
-    close(push(jnp.ones_like(x)), jnp.sum(both[1]), 1e-9, at_least=1)
-    close(value, loss(f)(*arrays), 1e-11, at_least=1)
+    ours, theirs = both = [of_one(loss(g), arrays, at) for g in (f, plain)]
+    each = jax.jit(lambda x: ([g(x) for g in both], [jax.jacrev(g)(x) for g in both]))
+    values, jacobians = each(x)
+    close(*jacobians, 1e-11, at_least=1)
+    value, push = jax.linearize(jax.jit(theirs), x)
+    close(push(jnp.ones_like(x)), jnp.sum(jacobians[1]), 1e-9, at_least=1)
+    close(value, values[0], 1e-11, at_least=1)
     if x.size <= 40:
-        hessian = jax.jit(jax.hessian(of_one(loss(plain), arrays, at)))(x)
-        twice = jax.jit(jax.jacrev(jax.grad(of_one(loss(f), arrays, at))))(x)
+        second = jax.jit(lambda x: (jax.jacrev(jax.grad(ours))(x), jax.hessian(theirs)(x)))
+        twice, hessian = second(x)
         rounded = any(y.dtype == jnp.float32 for y in jax.tree.leaves(jax.eval_shape(f, *arrays)))
         close(twice, hessian, 1e-6 if rounded else 1e-8, at_least=1)  # a loss is float32 always
 
