@@ -116,7 +116,9 @@ else:
 
 
 if TYPE_CHECKING:
-    from jax.typing import DTypeLike as DType
+    from jax.typing import DTypeLike
+
+    DType = DTypeLike
 else:
 
     class DType:

@@ -91,6 +91,9 @@ def test_on_parts():
     specs = (split, PartitionSpec(None, "all"), whole)
     run = jax.shard_map(parts, mesh=MESH, in_specs=specs, out_specs=(split, whole))
     assert are_arrays(run(Q, X, TARGETS))
+    two = Mesh(np.array(jax.devices()[:2]), ("rows",))
+    rows = parallel.sharded(fuel_jax.rms_norm_last_dim, two, [PartitionSpec("rows")])
+    assert is_array(assert_type(rows(X, eps=1e-6), Array))
 
 
 def test_an_op_is_asked_about_arrays_that_are_not_there():

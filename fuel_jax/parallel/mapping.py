@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from .._op import Op
+from .._op import Op, P, R
 from .._parts import summed
 from .._sharding import Rule
 from ..errors import ArgumentError
 
 
-def sharded(op: Op, mesh: Mesh, specs: Sequence[PartitionSpec | None]) -> Callable[..., Any]:
+def sharded(op: Op[P, R], mesh: Mesh, specs: Sequence[PartitionSpec | None]) -> Callable[P, R]:
     """``op`` on operands that are split so:  each device computes its part.
 
     The results are laid out as the op's rule says; one that lacks an axis that is split is a sum
@@ -33,6 +33,8 @@ def sharded(op: Op, mesh: Mesh, specs: Sequence[PartitionSpec | None]) -> Callab
         ArgumentError: the op cannot be split so; when called.
     """
 
+    of_parts = cast(Callable[..., Any], op)
+
     def run(*args: Any, **kwargs: Any) -> Any:
         params, arrays = op._bind(args, kwargs)
         out = op.out(*args, **kwargs)
@@ -48,7 +50,7 @@ def sharded(op: Op, mesh: Mesh, specs: Sequence[PartitionSpec | None]) -> Callab
         def part(*parts: Any) -> list[Any]:
             it = iter(parts)
             whole = [None if x is None else next(it) for x in arrays]
-            return jax.tree.leaves(op(*whole, **params))
+            return jax.tree.leaves(of_parts(*whole, **params))
 
         mapped = jax.shard_map(
             summed(part, rule, split),
