@@ -204,7 +204,7 @@ def by_hopper(case):
 
 
 BY = {"blocks": by_blocks, "pages": by_pages, "hopper": by_hopper}
-COUNT = {"blocks": 200, "pages": 200, "hopper": 6}
+COUNT = {"blocks": 100, "pages": 100, "hopper": 6}
 SATURATED = 72  # an example without slopes, whose scores go to 600
 TIMES = {"o": 2, "lse": 1}  # of what halves are off
 
