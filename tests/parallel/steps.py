@@ -11,7 +11,6 @@ import sys
 
 import jax
 import many_devices
-import orbax.checkpoint as orbax
 import tiny_transformer as model
 import training
 
@@ -24,6 +23,8 @@ SHORT = {"SEQUENCE": SMALL.context, "BATCH": 4}  # of the module ``training``
 
 
 def main():
+    import orbax.checkpoint as orbax  # of the extra 'libraries'; the tests read the sizes above
+
     vars(training).update(SHORT)
     process, count, port = map(int, sys.argv[1:4])
     checkpoints, *dies_at = sys.argv[4:]
