@@ -75,10 +75,8 @@ def objection(
     names = [n for n in op.inputs]
     for i, (spec, can) in enumerate(zip(asked, found, strict=True)):
         for axis, wanted in enumerate(spec):
-            wanted = (wanted,) if isinstance(wanted, str) else tuple(wanted or ())
-            given = can[axis] if axis < len(can) else None
-            given = (given,) if isinstance(given, str) else tuple(given or ())
-            if wanted == given:
+            wanted = several(mesh, wanted)
+            if wanted == several(mesh, can[axis] if axis < len(can) else None):
                 continue
             devices = math.prod(mesh.shape[a] for a in wanted)
             free = ", ".join(rule.free) or "none"
@@ -89,3 +87,9 @@ def objection(
                 f"another layout, or leave that to jax.jit, which moves the data."
             )
     return None
+
+
+def several(mesh: Mesh, axes: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Those of a layout's mesh axes that have several devices; one device splits nothing."""
+    named = (axes,) if isinstance(axes, str) else tuple(axes or ())
+    return tuple(a for a in named if mesh.shape[a] > 1)

@@ -256,6 +256,12 @@ def test_sharded_is_the_op():
     agree(f, fuel_jax.fused_linear, (x, w, bias))
 
 
+def test_one_device_splits_any_axis():
+    f = parallel.sharded(fuel_jax.rms_norm_last_dim, mesh(1), [P(None, "s")])
+    x = normal(3, 5)
+    np.testing.assert_array_equal(f(x), fuel_jax.rms_norm_last_dim(x))
+
+
 def test_sharded_refuses_what_the_rule_does_not_admit():
     f = parallel.sharded(fuel_jax.rms_norm_last_dim, mesh(), [P(None, "s")])
     says = (
