@@ -245,16 +245,22 @@ class Kept(NamedTuple):
         ]
         return Kept(powers, bits, self.steps + 1)
 
-    def corrected(self, h: States, a: States) -> States:
-        """The state that they should have left; ``a`` is a · log₂ e."""
+    def corrected(self, h: States, rests: States, a: States) -> tuple[States, States]:
+        """The state that they should have left; ``a`` is a · log₂ e.
+
+        What they were off by is a unit in the last place or so of the state, and the sum is rounded
+        to whole ones; the rest waits for the next few steps.
+        """
         ones = np.int32(np.uint32(self.steps * 0x3F800000 & 0xFFFFFFFF).astype(np.int32))
-        found = []
-        for xs, rates, sums, powers in zip(h, a, self.bits, self.powers, strict=True):
+        found, left = [], []
+        for xs, waiting, rates, sums, powers in zip(
+            h, rests, a, self.bits, self.powers, strict=True
+        ):
             one, two, three, four, least = (
                 jnp.broadcast_to(x[:, None], xs[0].shape) for x in powers
             )
-            row = []
-            for x, rate, total in zip(xs, rates, sums, strict=True):
+            row, row_left = [], []
+            for x, rest, rate, total in zip(xs, waiting, rates, sums, strict=True):
                 rate = rate * (1 / LOG2_E)
                 square = rate * rate
                 series = fma(rate, four * (1 / 24), three * (1 / 6))
@@ -262,9 +268,12 @@ class Kept(NamedTuple):
                 off = fma(rate, series, (ones - total).astype(jnp.float32) * 2.0**-24)
                 slow = (rate <= 0) & (least >= 0) & (square * square * four < SLOW**4)
                 slow &= jnp.abs(x) < np.float32(np.inf)  # that stays what it is
-                row.append(x + jnp.where(slow, off * x, 0))
+                due = jnp.where(slow, fma(off, x, rest), 0)
+                row.append(x + due)
+                row_left.append(due - (row[-1] - x))
             found.append(row)
-        return found
+            left.append(row_left)
+        return found, left
 
 
 def products(xs: PerChannel, ys: PerChannel) -> PerChannel:

@@ -104,7 +104,7 @@ def forward_kernel(
         return [of(row, k) for k in range(tile.steps)]
 
     def body(i, carry):
-        h, *now = carry
+        h, rests, *now = carry
         following = jnp.minimum(i + 1, full - 1)
         ahead = block(following, given), block(following, projections)
         row, kept = my.row(i * tile.steps), Kept.nothing(tile.channels, tile.pieces, my.shape)
@@ -113,12 +113,13 @@ def forward_kernel(
                 my.write_matrix("edges", h, my.sequence, (i * tile.steps + k) // every)
             h, sizes, keep = step(row, k, h, xs, ys)
             kept = kept.and_step(sizes, keep)
-        return kept.corrected(h, a) if corrected else h, *ahead
+        return *(kept.corrected(h, rests, a) if corrected else (h, rests)), *ahead
 
     h, first = my.matrix_or_zeros("start"), np.int32(0)
     if full:
         now = block(first, given), block(first, projections)
-        h, *_ = lax.fori_loop(first, np.int32(full), body, (h, *now))
+        rests = my.matrix_or_zeros("")
+        h, *_ = lax.fori_loop(first, np.int32(full), body, (h, rests, *now))
 
     def one(t, h):
         row = my.row(t)

@@ -86,6 +86,7 @@ def backward_kernel(
 
     def block(i, carry, count=tile.steps):
         """The ``count`` steps after the state before block i."""
+        rests, *carry = carry
         kept = Kept.nothing(tile.channels, tile.pieces, my.shape)
         states, row = [my.matrix("edges", my.sequence, i)], my.row(i * tile.steps)
         for k in range(count):
@@ -103,7 +104,9 @@ def backward_kernel(
                 carry, sizes, keep = back(row, k, states[k], states[k + 1], xs, carry)
                 kept = kept.and_step(sizes, keep)
         lam, da = carry
-        return kept.corrected(lam, a) if corrected else lam, da
+        if corrected:
+            lam, rests = kept.corrected(lam, rests, a)
+        return rests, lam, da
 
     def back(row, k, before, h, xs, carry):
         """The gradients of one step, and the carry before it."""
@@ -134,10 +137,10 @@ def backward_kernel(
         ]
         return (lam, da), sizes, keep
 
-    carry = my.matrix_or_zeros("dlast"), my.matrix_or_zeros("")
+    carry = my.matrix_or_zeros(""), my.matrix_or_zeros("dlast"), my.matrix_or_zeros("")
     carry = block(np.int32(full), carry, rest) if rest else carry
     first, end = np.int32(0), np.int32(full)
-    lam, da = lax.fori_loop(first, end, lambda i, carry: block(full - 1 - i, carry), carry)
+    _, lam, da = lax.fori_loop(first, end, lambda i, carry: block(full - 1 - i, carry), carry)
     my.write_matrix("da", da, my.sequence)
     my.write_matrix("dstart", lam, my.sequence)
 
