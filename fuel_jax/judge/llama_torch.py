@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import torch  # pyright: ignore[reportMissingImports]
 import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
+from torch import Tensor  # pyright: ignore[reportMissingImports]
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportMissingImports]
 
 from .llama import EPS, Config, Params, tables
 
 HALF = torch.bfloat16
-Tensor = torch.Tensor
 
 
 def norm(x: Tensor, gain: Tensor) -> Tensor:
