@@ -1,8 +1,8 @@
-"""One process of several: a small transformer trained a few steps, its loss printed.
+"""One process of several: ops judged by their rules, a small transformer trained a few steps.
 
 ``python steps.py PROCESS COUNT PORT CHECKPOINTS [DIES_AT]``: data, model and sequence are split
-over the devices of all processes.  The process that is told to die does so in that step, when its
-loss is known and its state is not yet written.
+over the devices of all processes, and so is each op.  The process that is told to die does so in
+that step, when its loss is printed and its state is not yet written.
 """
 
 import os
@@ -14,8 +14,10 @@ import many_devices
 import tiny_transformer as model
 import training
 
-from fuel_jax import flash_attn
+from fuel_jax import conv2d, flash_attn, fused_linear
+from tests.parallel import test_rules
 
+JUDGED = (conv2d, flash_attn, fused_linear)
 STEPS, MESH = 3, "data=2,model=2,sequence=2"
 TEXT = training.python_documentation()
 SMALL = model.Config(len(TEXT.characters), width=16, layers=1, hidden=24, context=8)
@@ -37,6 +39,9 @@ def main():
         process_id=process,
         heartbeat_timeout_seconds=10,
     )
+    for op in JUDGED:
+        test_rules.test_on_eight_devices(op)
+        print(f"judged {op.name}", flush=True)
     mesh = many_devices.make_mesh(MESH)
     # A device's share of a copy that several have is cut out by a program for every shape.
     whole = orbax.type_handlers.ArrayHandler(use_replica_parallel=False)

@@ -1,4 +1,4 @@
-"""Processes by ``jax.distributed``: one device's losses; one that dies, and going on from there."""
+"""Processes by ``jax.distributed``: one device's results and losses; one dies, others go on."""
 
 import os
 import pathlib
@@ -41,13 +41,18 @@ def started(count, checkpoints, *dies_at):
 
 
 def ended(processes):
-    """The losses each printed, by step, and what it said; none is left behind."""
+    """The losses each printed, by step, and what it said; none is left behind.
+
+    All have judged the ops before.
+    """
     try:
         told = [p.communicate(timeout=PATIENCE) for p in processes]
     finally:
         for p in processes:
             p.kill()
     lines = [[line.split() for line in out.splitlines()] for out, _ in told]
+    for words, (_, err) in zip(lines, told, strict=True):
+        assert [w[1] for w in words if w[:1] == ["judged"]] == [op.name for op in steps.JUDGED], err
     losses = [{int(w[1]): float(w[2]) for w in its if w[:1] == ["loss"]} for its in lines]
     return list(zip(losses, (err for _, err in told), strict=True))
 

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import fuel_jax
 from fuel_jax import parallel
 from fuel_jax.errors import ArgumentError
+from fuel_jax.formats.quantize import quantize, quantize_nf4
 from fuel_jax.parallel import attention
 
 from .counted import collectives, largest_error, sent
@@ -248,6 +249,27 @@ def test_a_layer_of_columns_and_rows():
     arrays = (x, up, bias, down, offset)
     assert agree(f, whole, arrays, specs=specs) == {"all-reduce": (5 * 3 + 5 * 4) * 8}
     assert collectives(f, *put(arrays, specs)) == {"all-reduce": 5 * 3 * 8}
+
+
+def test_a_packed_layer_of_columns_and_rows():
+    """A column of x @ Wᵀ has its GGUF blocks together; of NF4, whole blocks are inner parts."""
+    k, hidden, n = 32, 64 * COUNT, 3
+    x, gguf = normal(5, k), jnp.asarray(quantize(normal(hidden, k), "Q8_0"))
+    codes, absmax = map(jnp.asarray, quantize_nf4(normal(n, hidden)))
+
+    def layer(x, gguf, codes, absmax, *, axis=None):
+        columns = hidden if axis is None else hidden // COUNT
+        found = fuel_jax.silu(fuel_jax.qmatmul(x, gguf, quant_type="Q8_0", k=k, n=columns))
+        y = fuel_jax.nf4_matmul(found, codes, absmax)
+        return y if axis is None else jax.lax.psum(y, axis)
+
+    specs = (P(), P("s"), ROW, ROW)
+    f = mapped(layer, specs, P())
+    at_x = lambda f: jax.jit(jax.value_and_grad(curved(f), has_aux=True))
+    arrays = (x, gguf, codes, absmax)
+    given = put(arrays, specs)
+    assert largest_error(at_x(f)(*given), at_x(layer)(*arrays)) < TOLERANCE
+    assert collectives(f, *given) == {"all-reduce": 5 * n * 8}
 
 
 def test_sharded_is_the_op():
