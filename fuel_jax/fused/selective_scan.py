@@ -5,7 +5,7 @@ of all steps, in either direction.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -65,34 +65,73 @@ def along_time(*arrays: Array) -> tuple[Array, ...]:
     return tuple(jnp.swapaxes(wide(x), 0, 1) for x in arrays)
 
 
-# A state, or its cotangent, is a sum (high, low).  Where hardly anything is forgotten exp(Δ·a) is a
-# number near 1, and what it is rounded by goes one way at every step if Δ is constant: in 65,536
-# steps of Δ·a near -5e-4 that adds up to 1e-4, and so does what sums of states are rounded by.
+# Where hardly anything is forgotten exp(Δ·a) is a number near 1, and what it is rounded by goes one
+# way at every step if Δ is constant: in 65,536 steps of Δ·a near -5e-4 that adds up to 1e-4, and so
+# does what sums of states are rounded by.  So a state, or its cotangent, is a sum (base, rest).
+# Over a stretch of the sequence in which it forgets little the base stays, and steps change the
+# rest, which is small and rounded by less.  Where more is forgotten so are errors; the base is 0.
 State = tuple[Array, Array]
 
-
-def plus(state: State, x: Array) -> State:
-    """state + x, and what rounding it has lost, by Knuth's sum of two numbers."""
-    high, low = state
-    x = x + low
-    total = high + x
-    of_x = total - high
-    lost = (high - (total - of_x)) + (x - of_x)
-    return total, jnp.where(jnp.isfinite(total), lost, 0)
+STRETCH = 64  # steps
+LITTLE = 4.0  # the largest Σ |Δ·a| of a stretch
+LARGE = 1e30  # nothing overflows that begins below it and forgets little
+NEAR = 1 / 16  # exponents of which exp - 1 is off by too much
+TERMS = {"float32": 4, "float64": 10}  # of its series, which is right to a rounding up to there
 
 
-def decayed(state: State, exponent: Array) -> State:
-    """exp(Δ·a) · state: near 1 as the state and (exp(Δ·a) - 1) of it."""
-    high, low = state
-    keep = jnp.exp(exponent)
-    slow = (jnp.abs(exponent) < 0.5) & jnp.isfinite(high)  # 0 · inf is not inf
-    kept, low = plus((high, keep * low), jnp.expm1(jnp.where(slow, exponent, 0)) * high)
-    return jnp.where(slow, kept, keep * high), low
+def begun(state: State, decay: Array, step: Array, came: Array) -> State:
+    """The state at the beginning of a stretch; the base holds what forgets little in it.
+
+    Args:
+        state: as the last stretch has left it.
+        decay: a, ``[n, d]``.
+        step: Δ, ``[t, b, d]``.
+        came: a bound of what is added, ``[b, d]``.  0 · ∞ is no 0, so that what may grow beyond all
+            bounds has no base.
+    """
+    base, rest = state
+    high = base + rest
+    low = rest - (high - base)
+    forgotten = jnp.sum(jnp.abs(step), 0)[:, None, :] * jnp.abs(decay)
+    slow = (forgotten <= LITTLE) & (jnp.abs(high) < LARGE) & (came < LARGE)[:, None, :]
+    return jnp.where(slow, high, 0), jnp.where(slow, low, high)
 
 
-def advance(h: State, decay: Array, step: Array, u: Array, b: Array) -> State:
-    """The next state."""
-    return plus(decayed(h, step[:, None, :] * decay), (step * u)[:, None, :] * b[:, :, None])
+def decayed(base: Array, rest: Array, exponent: Array) -> Array:
+    """exp(Δ·a) · (base + rest) - base, where there is a base by exp(Δ·a) - 1."""
+    slow, keep = base != 0, jnp.exp(exponent)
+    series = jnp.zeros_like(exponent)
+    for i in range(TERMS[exponent.dtype.name], 0, -1):
+        series = exponent * (series + 1 / math.factorial(i))
+    less = jnp.where(slow, keep - 1, keep)
+    less = jnp.where(slow & (jnp.abs(exponent) < NEAR), series, less)
+    return jnp.where(slow, rest, 0) + less * (base + rest)
+
+
+def advance(base: Array, rest: Array, decay: Array, step: Array, u: Array, b: Array) -> Array:
+    """The rest after a step."""
+    return decayed(base, rest, step[:, None, :] * decay) + (step * u)[:, None, :] * b[:, :, None]
+
+
+def largest(x: Array, y: Array) -> Array:
+    """What Σ over steps of x·y cannot exceed, ``[b, d]``, of ``x[t, b, d]`` and ``y[t, b, n]``."""
+    of_y = jnp.max(jnp.abs(y), (0, 2), initial=0)
+    return jnp.sum(jnp.abs(x), 0) * of_y[:, None]
+
+
+def stretches(size: int, xs: tuple[Array, ...]) -> list[tuple[Array, ...]]:
+    """The steps ``[stretch, t, …]``: stretches of that size, then the steps that are left."""
+    length = len(xs[0])
+    whole = length - length % size
+    many = tuple(x[:whole].reshape(whole // size, size, *x.shape[1:]) for x in xs)
+    few = tuple(x[None, whole:] for x in xs)
+    return ([many] if whole else []) + ([few] if whole < length or not length else [])
+
+
+def joined(parts: Iterable[Array]) -> Array:
+    """``[b, t, …]`` of what was found for each step of the stretches."""
+    steps = [x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in parts]
+    return jnp.swapaxes(jnp.concatenate(steps), 0, 1)
 
 
 def total(products: str, x: Array, y: Array) -> Array:
@@ -145,45 +184,55 @@ def selective_scan_backward(
     dlast = start if dlast_state is None else jnp.swapaxes(dlast_state, 1, 2)
     ones = jnp.ones(decay.shape[0], decay.dtype)
 
-    def forward(h, at):
-        after = advance(h, decay, *at)
-        return after, (h[0], after[0])
+    def edge(state, given):
+        """The states at the end of a stretch, and how it was begun."""
+        step, u, b, *_ = given
+        base, rest = first = begun(state, decay, step, largest(step * u, b))
+        after = lambda rest, at: (advance(base, rest, decay, *at), None)
+        return (base, lax.scan(after, rest, given[:3])[0]), first
 
-    def back(carry, at):
-        state, da = carry
-        (step, u, b, c, g), (before, after) = at
-        state = plus(state, c[:, :, None] * g[:, None, :])
-        along_b = total("bnd,bn->bd", state[0], b)
-        db = total("bnd,bd->bn", state[0], step * u)
-        dc = total("bnd,bd->bn", after, g)
-        state = decayed(state, step[:, None, :] * decay)
-        dkeep = state[0] * before
-        dstep = u * along_b + total("bnd,n->bd", dkeep * decay, ones)
-        return (state, da + dkeep * step[:, None, :]), (step * along_b, dstep, db, dc)
-
-    def chunk(carry, at):
-        """The gradients of a stretch of the sequence, and λ at its beginning."""
+    def stretch(carry, at):
+        """The gradients of a stretch, and λ at its beginning."""
         lam, da = carry
-        given, h = at
-        _, states = lax.scan(forward, h, given[:3])
-        (lam, part), grads = lax.scan(back, (lam, start), (given, states), reverse=True)
-        return (lam, da + part), grads
+        given, (base, rest) = at
+        step, _, _, c, g = given
 
-    def edge(h, given):
-        return lax.scan(lambda h, at: (forward(h, at)[0], None), h, given[:3])[0], h
+        def forward(rest, at):
+            after = advance(base, rest, decay, *at)
+            return after, (base + rest, base + after)
 
-    size = max(math.isqrt(length), 1)
-    whole = length - length % size
-    chunks = tuple(x[:whole].reshape(whole // size, size, *x.shape[1:]) for x in given)
-    h, edges = lax.scan(edge, (first, start), chunks)
-    carry, rest = chunk(((dlast, start), start), (tuple(x[whole:] for x in given), h))
-    ((lam, _), da), grads = lax.scan(chunk, carry, (chunks, edges), reverse=True)
-    whole_of = lambda x, y: jnp.concatenate([x.reshape(whole, *x.shape[2:]), y])
-    du, dstep, db, dc = (
-        jnp.swapaxes(whole_of(x, y), 0, 1) for x, y in zip(grads, rest, strict=True)
-    )
+        _, states = lax.scan(forward, rest, given[:3])
+        base_lam, rest = begun(lam, decay, step, largest(g, c))
+
+        def back(carry, at):
+            rest, da = carry
+            (step, u, b, c, g), (before, after) = at
+            rest = rest + c[:, :, None] * g[:, None, :]
+            lam = base_lam + rest
+            along_b = total("bnd,bn->bd", lam, b)
+            db = total("bnd,bd->bn", lam, step * u)
+            dc = total("bnd,bd->bn", after, g)
+            rest = decayed(base_lam, rest, step[:, None, :] * decay)
+            dkeep = (base_lam + rest) * before
+            dstep = u * along_b + total("bnd,n->bd", dkeep * decay, ones)
+            return (rest, da + dkeep * step[:, None, :]), (step * along_b, dstep, db, dc)
+
+        (rest, part), grads = lax.scan(back, (rest, start), (given, states), reverse=True)
+        return ((base_lam, rest), da + part), grads
+
+    parts = stretches(max(math.isqrt(length), 1), given)
+    state, edges = (start, first), []
+    for part in parts:
+        state, found = lax.scan(edge, state, part)
+        edges.append(found)
+    carry, grads = ((start, dlast), start), []
+    for part in reversed(list(zip(parts, edges, strict=True))):
+        carry, found = lax.scan(stretch, carry, part, reverse=True)
+        grads.insert(0, found)
+    lam, da = carry
+    du, dstep, db, dc = map(joined, zip(*grads, strict=True))
     ddelta = dstep * lax.logistic(wide(delta)) if delta_softplus else dstep
-    da, dfirst = jnp.sum(da, 0).T, jnp.swapaxes(lam, 1, 2)
+    da, dfirst = jnp.sum(da, 0).T, jnp.swapaxes(lam[0] + lam[1], 1, 2)
     narrow = [x.astype(u.dtype) for x in (du, ddelta, da, db, dc)]
     return (*narrow, dfirst)
 
@@ -240,13 +289,26 @@ def selective_scan(
     start = zeros((u.shape[0], *decay.shape), step)
     first = start if initial_state is None else jnp.swapaxes(initial_state, 1, 2)
 
-    def forward(h, at):
-        step, u, b, c = at
-        h = advance(h, decay, step, u, b)
-        return h, total("bnd,bn->bd", h[0], c)
+    def stretch(state, given):
+        step, u, b, c = given
+        # A base of 0 times an infinite c would be NaN.
+        came = jnp.where(jnp.all(jnp.isfinite(c), (0, 2))[:, None], largest(step * u, b), jnp.inf)
+        base, rest = begun(state, decay, step, came)
 
-    (last, _), y = lax.scan(forward, (first, start), along_time(step, u, b, c))
-    return jnp.swapaxes(y, 0, 1).astype(u.dtype), jnp.swapaxes(last, 1, 2)
+        def forward(rest, at):
+            *given, c = at
+            rest = advance(base, rest, decay, *given)
+            return rest, total("bnd,bn->bd", rest, c)
+
+        rest, y = lax.scan(forward, rest, given)
+        return (base, rest), y + total("bnd,tbn->tbd", base, jnp.where(jnp.isfinite(c), c, 0))
+
+    state, found = (start, first), []
+    for part in stretches(STRETCH, along_time(step, u, b, c)):
+        state, y = lax.scan(stretch, state, part)
+        found.append(y)
+    base, rest = state
+    return joined(found).astype(u.dtype), jnp.swapaxes(base + rest, 1, 2)
 
 
 # -- kernels -------------------------------------------------------------------------------
