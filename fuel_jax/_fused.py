@@ -151,6 +151,11 @@ class FusedOp(Op[P, R], jax.custom_vjp[R]):
 
         return register
 
+    @property
+    def by_parts(self) -> bool:
+        """Whether it has a rule: bodies sum over axes, and have loops over them."""
+        return bool(self.splits)
+
     # -- differentiating -------------------------------------------------------------------
 
     @functools.cached_property

@@ -213,8 +213,7 @@ class Op(Generic[P, R]):
     @functools.cached_property
     def _public(self) -> inspect.Signature:
         """That of ``adapt``: reading it costs more than a call."""
-        assert self.adapt is not None
-        python, empty = inspect.signature(self.adapt), inspect.Signature.empty
+        python, empty = inspect.signature(self.adapt or self.body), inspect.Signature.empty
         names = [p.replace(annotation=empty) for p in python.parameters.values()]
         return python.replace(parameters=names, return_annotation=empty)
 
@@ -225,7 +224,7 @@ class Op(Generic[P, R]):
     def _run(self, call: Call, *arrays: Any) -> Any:
         part = functools.partial(self._choose, call)
         rule = functools.partial(self._rule, call.params)
-        over_devices = functools.partial(split, part=part, rule_of=rule) if self.splits else None
+        over_devices = functools.partial(split, part=part, rule_of=rule) if self.by_parts else None
         out = self._choose(call, *arrays, over_devices=over_devices)
         return tie(out, arrays) if isinstance(out, tuple) else out
 
@@ -236,8 +235,9 @@ class Op(Generic[P, R]):
     def _rule(self, params: dict[str, Any], arrays: Sequence[Any], outputs: Any) -> Rule:
         if callable(self.splits):
             return self.splits(params, arrays, as_tuple(outputs))
-        names = self._present(params)
-        return rule_of(self.signature, self.splits, names, arrays, as_tuple(outputs))
+        return rule_of(
+            self.signature, self.splits, self._present(params), arrays, as_tuple(outputs)
+        )
 
     def _check(self, params: dict[str, Any], arrays: Sequence[Any]) -> None:
         self.signature.check(arrays)
@@ -310,19 +310,20 @@ class Op(Generic[P, R]):
         self._check(params, avals)
         forward = decide(self.name, self.kernels, PIN.value, avals, params)
         rule = lambda: self._rule(params, arrays, self.out(*args, **kwargs))
-        return Explanation(
-            self.name,
-            forward,
-            self._explain_backward(params, avals),
-            told(forward, rule if self.splits else None, self.signature.names(arrays), arrays),
-        )
+        by_rule = rule if self.by_parts else None
+        says = told(forward, by_rule, self.signature.names(arrays), arrays)
+        return Explanation(self.name, forward, self._explain_backward(params, avals), says)
 
     def _explain_backward(self, params: dict[str, Any], avals: list[Any]) -> list[Choice] | str:
-        return (
-            "derivative of whatever runs forward" if self.wrt else "no gradient: integer operands"
-        )
+        derivative = "derivative of whatever runs forward"
+        return derivative if self.wrt else "no gradient: integer operands"
 
     # -- being asked -----------------------------------------------------------------------
+
+    @property
+    def by_parts(self) -> bool:
+        """Whether devices run it by its rule; what is ``jax.numpy`` alone is split by XLA."""
+        return bool(self.splits) and any(kernel.interpretable for kernel in self.kernels)
 
     @functools.cached_property
     def wrt(self) -> tuple[str, ...]:

@@ -184,12 +184,13 @@ def rule_of(
 def along(parameter: str) -> Callable[..., Rule]:
     """The rule of an op along one axis, or several, of its only operand: the others may be split.
 
-    Its result has them in the same order, all axes or those left.
+    None is all of them.  Its result has them in the same order, all axes or those left.
     """
 
     def rule(params: dict[str, Any], arrays: Sequence[Any], results: Sequence[Any]) -> Rule:
         (x,), (y,), dims = arrays, results, params[parameter]
-        taken = {d % x.ndim for d in ((dims,) if isinstance(dims, int) else dims)}
+        dims = range(x.ndim) if dims is None else (dims,) if isinstance(dims, int) else dims
+        taken = {d % x.ndim for d in dims}
         axes = [(f"shape_{i}",) for i in range(x.ndim)]
         left = [axis for i, axis in enumerate(axes) if y.ndim == x.ndim or i not in taken]
         free = frozenset(axes[i][0] for i in range(x.ndim) if i not in taken)

@@ -97,7 +97,7 @@ def splits(devices: int) -> list[Split]:
     """Every op, and every axis of its first example that may be split."""
     platform, found = _check.platform_here(), []
     for op in every():
-        if not op.splits or op.signature.variadic:
+        if not op.by_parts or op.signature.variadic:
             continue
         dtypes = dtypes_of(op)
         dtype = "bfloat16" if "bfloat16" in dtypes else dtypes[0]

@@ -21,7 +21,7 @@ from ..numerics import is_float, lifted, wide
 from ..op_kind import OpKind as K
 from ..registry import enter, op
 from ..types import Anything, Array, Floats, Mask, Numbers
-from ._normal import DENSITY, bell, normal_cdf
+from ._normal import DENSITY, bell, erf as erf_in_parts, erf_jvp, normal_cdf
 
 PRECISION = Precision(float32=2e-6)
 Jvp = Callable[..., Array]  # of x, the result and the tangent
@@ -88,7 +88,7 @@ def unary(
     args = f"    x: any shape; {'floats or integers' if dtypes is Numbers else 'floats'}."
     examples = lambda: ({"x": spread(s, *domain)} for s in ((3, 37), ()))
     return enter(
-        Op(described(body, kind, formula, args), kind=kind, precision=PRECISION, examples=examples)
+        Op(described(body, kind, formula, args), kind=kind, precision=PRECISION, splits="*shape", examples=examples)
     )
 
 
@@ -106,7 +106,7 @@ def binary(
     args = "    a: any shape.\n    b: shape and dtype of ``a``."
     examples = lambda: ({"a": spread(s, *left), "b": spread(s, *right)} for s in ((3, 37), ()))
     return enter(
-        Op(described(body, kind, formula, args), kind=kind, precision=PRECISION, examples=examples)
+        Op(described(body, kind, formula, args), kind=kind, precision=PRECISION, splits="*shape", examples=examples)
     )
 
 
@@ -126,7 +126,7 @@ def comparison(kind: K, f: Callable[[Array, Array], Array], formula: str) -> Bin
     body.__doc__ = page.replace("An array like the first.", "U8, 1 where true, 0 elsewhere.")
     x = np.array([0.5, -1, 2, 2, 0, -0.0], np.float32)
     examples = lambda: ({"a": x, "b": x[::-1].copy()}, {"a": x[0], "b": x[0]})
-    return enter(Op(body, kind=kind, precision=PRECISION, examples=examples))
+    return enter(Op(body, kind=kind, precision=PRECISION, splits="*shape", examples=examples))
 
 
 def select_sign(x: Array, y: Array, t: Array) -> Array:
@@ -231,7 +231,7 @@ floor: Unary     = unary(K.FloorElementwise,     jnp.floor,                     
 ceil: Unary      = unary(K.CeilElementwise,      jnp.ceil,                                    "⌈x⌉.  Drops the gradient.")
 round: Unary     = unary(K.RoundElementwise,     lambda x: lax.round(x, NEAREST_EVEN),        "Nearest integer, ties to even.  Drops the gradient.")
 sign: Unary      = unary(K.SignElementwise,      jnp.sign,                                    "−1, 0 or 1; NaN at NaN.  Drops the gradient.", dtypes=Numbers)
-erf: Unary       = unary(K.ErfElementwise,       lax.erf,                                     "2/√π ∫₀ˣ e⁻ᵗ² dt.")
+erf: Unary       = unary(K.ErfElementwise,       erf_in_parts,                                "2/√π ∫₀ˣ e⁻ᵗ² dt.",                    erf_jvp)
 gelu: Unary      = unary(K.GeluElementwise,      gelu_core,                                   "½x(1 + erf(x/√2)), its tail kept.  NaN at −inf.", gelu_jvp)
 rsqrt: Unary     = unary(K.RsqrtElementwise,     lax.rsqrt,                                   "1 / √x.  inf at 0, NaN below.",        domain=POSITIVE)
 
@@ -284,7 +284,7 @@ def where_examples() -> Iterator[dict[str, Any]]:
     yield {"cond": cond, "a": jax.ShapeDtypeStruct((2, 3), jnp.float32), "b": spread((2, 3), 0, 1)}
 
 
-@op(K.Where, precision=PRECISION, examples=where_examples)
+@op(K.Where, precision=PRECISION, splits="*shape", examples=where_examples)
 def where(
     cond: Mask[Array, "*shape"], a: Anything[Array, "*shape"], b: Anything[Array, "*shape"]
 ) -> Anything[Array, "*shape"]:
@@ -330,6 +330,7 @@ def affine_examples() -> Iterator[dict[str, Any]]:
 @op(
     K.Affine,
     precision=PRECISION,
+    splits="*shape",
     rejects=lambda x, *, mul, add: integral(x, mul=mul, add=add),
     examples=affine_examples,
 )
@@ -361,7 +362,7 @@ def clamp_examples() -> Iterator[dict[str, Any]]:
     yield {"x": spread((3, 37), -4, 4), "min": -1.5, "max": 2.25}
 
 
-@op(K.ClampElementwise, precision=PRECISION, rejects=clamp_rejects, examples=clamp_examples)
+@op(K.ClampElementwise, precision=PRECISION, splits="*shape", rejects=clamp_rejects, examples=clamp_examples)
 def clamp(x: Numbers[Array, "*shape"], *, min: float, max: float) -> Numbers[Array, "*shape"]:
     """min(max(x, lo), hi).  NaN passes; the gradient passes from lo to hi, bounds included.
 
@@ -401,7 +402,7 @@ def powi_examples() -> Iterator[dict[str, Any]]:
         yield {"x": spread((3, 11), 0.4, 2.0), "exp": exponent}
 
 
-@op(K.PowIElementwise, precision=PRECISION, rejects=powi_rejects, examples=powi_examples)
+@op(K.PowIElementwise, precision=PRECISION, splits="*shape", rejects=powi_rejects, examples=powi_examples)
 def powi(x: Floats[Array, "*shape"], *, exp: int) -> Floats[Array, "*shape"]:
     """xⁿ for an integer n, by repeated multiplication; x⁰ = 1 for every x, NaN included.
 

@@ -25,6 +25,7 @@ def in_place(of: O, kind: K) -> O:
         precision=of.precision,
         rejects=of.rejects,
         destructive_input=0,
+        splits=of.splits,
         examples=lambda: [next(iter(of.examples()))],  # the functional op has met the others
     )
     for kernel in of.kernels[:-1]:  # the last is the body

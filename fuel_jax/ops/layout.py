@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from .._choose import describe
 from .._op import Op, P, Precision, R
+from .._sharding import along
 from .._signature import shorten
 from ..numerics import is_float, wide
 from ..op_kind import OpKind as K
@@ -114,7 +115,7 @@ def rounded(x: Array, to: np.dtype) -> Array:
     return lax.platform_dependent(x, cpu=narrow, default=reduced)
 
 
-@op(K.Cast, precision=EXACT, rejects=cast_rejects, examples=cast_examples)
+@op(K.Cast, precision=EXACT, rejects=cast_rejects, splits="*shape", examples=cast_examples)
 def cast(x: Anything[Array, "*shape"], *, dtype: DType) -> Anything[Array, "*shape"]:
     """x in another dtype.
 
@@ -152,6 +153,7 @@ def cast(x: Anything[Array, "*shape"], *, dtype: DType) -> Anything[Array, "*sha
     K.Flip,
     precision=EXACT,
     rejects=no_such_axis,
+    splits=along("dim"),
     examples=lambda: ({"x": example(2, 3, 5), "dim": 1}, {"x": example(3), "dim": -1}),
 )
 def flip(x: Anything[Array, "*shape"], *, dim: int) -> Anything[Array, "*shape"]:
@@ -171,6 +173,7 @@ def flip(x: Anything[Array, "*shape"], *, dim: int) -> Anything[Array, "*shape"]
     K.Roll,
     precision=EXACT,
     rejects=lambda x, *, dim, shift: no_such_axis(x, dim),
+    splits=along("dim"),
     examples=lambda: (
         {"x": example(2, 5, 3), "dim": 1, "shift": -7},
         {"x": example(4), "dim": 0, "shift": 1},
@@ -250,7 +253,7 @@ def above(x: Array, diagonal: int) -> Array:
     return column - row >= min(max(diagonal, -rows), columns)
 
 
-@op(K.Triu, precision=EXACT, examples=triangle_examples)
+@op(K.Triu, precision=EXACT, splits="*batch", examples=triangle_examples)
 def triu(
     x: Anything[Array, "*batch rows cols"], *, diagonal: int = 0
 ) -> Anything[Array, "*batch rows cols"]:
@@ -268,7 +271,7 @@ def triu(
     return jnp.where(above(x, diagonal), x, jnp.zeros((), x.dtype))
 
 
-@op(K.Tril, precision=EXACT, examples=triangle_examples)
+@op(K.Tril, precision=EXACT, splits="*batch", examples=triangle_examples)
 def tril(
     x: Anything[Array, "*batch rows cols"], *, diagonal: int = 0
 ) -> Anything[Array, "*batch rows cols"]:
@@ -297,6 +300,7 @@ def masked_fill_examples() -> Iterator[dict[str, Any]]:
     K.MaskedFill,
     precision=EXACT,
     rejects=lambda x, mask, *, value: misfit(x, value),
+    splits="*shape",
     examples=masked_fill_examples,
 )
 def masked_fill(

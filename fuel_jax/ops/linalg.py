@@ -37,7 +37,13 @@ def rejects(a: Any, b: Any) -> str | None:
     return None
 
 
-@op(K.MatMul, precision=Precision(float32=2e-6), rejects=rejects, examples=examples)
+@op(
+    K.MatMul,
+    precision=Precision(float32=2e-6),
+    rejects=rejects,
+    splits="m n",
+    examples=examples,
+)
 def matmul(
     a: Products[Array, "... m k"], b: Products[Array, "... k n"]
 ) -> Products[Array, "... m n"]:

@@ -131,7 +131,13 @@ def arg_examples() -> Iterator[dict[str, Any]]:
 # -- sums ----------------------------------------------------------------------------------
 
 
-@op(OpKind.SumReduce, precision=PRECISION, rejects=dims_rejects, examples=examples)
+@op(
+    OpKind.SumReduce,
+    precision=PRECISION,
+    rejects=dims_rejects,
+    splits=along("dims"),
+    examples=examples,
+)
 def sum_reduce(x: Numbers[Array, "*shape"], *, dims: Dims = None) -> Array:
     """Σ x over axes.
 
@@ -149,7 +155,13 @@ def sum_reduce(x: Numbers[Array, "*shape"], *, dims: Dims = None) -> Array:
     return lax.reduce_sum(lifted(x), axes_of(x.ndim, dims)).astype(x.dtype)
 
 
-@op(OpKind.MeanReduce, precision=PRECISION, rejects=mean_rejects, examples=examples)
+@op(
+    OpKind.MeanReduce,
+    precision=PRECISION,
+    rejects=mean_rejects,
+    splits=along("dims"),
+    examples=examples,
+)
 def mean_reduce(x: Floats[Array, "*shape"], *, dims: Dims = None) -> Array:
     """Σ x / n over the n elements of axes.
 
@@ -259,7 +271,13 @@ def sum_to_by_folding(x: Array, *, shape: Shape) -> Array:
 # -- extremes ------------------------------------------------------------------------------
 
 
-@op(OpKind.MaxReduce, precision=PRECISION, rejects=dims_rejects, examples=examples)
+@op(
+    OpKind.MaxReduce,
+    precision=PRECISION,
+    rejects=dims_rejects,
+    splits=along("dims"),
+    examples=examples,
+)
 def max_reduce(x: Numbers[Array, "*shape"], *, dims: Dims = None) -> Array:
     """max x over axes; NaN if any element is.
 
@@ -278,7 +296,13 @@ def max_reduce(x: Numbers[Array, "*shape"], *, dims: Dims = None) -> Array:
     return extreme(x, axes_of(x.ndim, dims), True)
 
 
-@op(OpKind.MinReduce, precision=PRECISION, rejects=dims_rejects, examples=examples)
+@op(
+    OpKind.MinReduce,
+    precision=PRECISION,
+    rejects=dims_rejects,
+    splits=along("dims"),
+    examples=examples,
+)
 def min_reduce(x: Numbers[Array, "*shape"], *, dims: Dims = None) -> Array:
     """min x over axes; NaN if any element is.
 

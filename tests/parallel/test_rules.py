@@ -20,7 +20,9 @@ from fuel_jax.registry import builtin
 from .counted import predicted, sent
 
 EIGHT = 3  # factors of two: as many axes can be split
-OPS = [op for op in several.every() if op.splits and not op.signature.variadic]
+RULED = [op for op in several.every() if op.splits and not op.signature.variadic]
+OPS = [op for op in RULED if op.by_parts]
+PLAIN = [op for op in RULED if not op.by_parts]  # of which XLA splits what is jax.numpy
 TWICE = 2.0  # promised errors: both results may be off
 
 
@@ -29,11 +31,12 @@ def mesh_of(sizes, kind):
 
 
 def spread(op):
-    """An op's first example, with parts for eight devices of every axis that may be split.
+    """An op's example that can be split, with parts for eight devices of every axis that may be.
 
     The kernel is the one that serves; ``split`` has the mesh axis of each, ``sizes`` its devices.
     """
-    dtype, example = dtypes_of(op)[0], next(iter(op.examples()))
+    dtype = dtypes_of(op)[0]
+    example = next(e for e in op.examples() if several.free(op, e, dtype))
     factors = several.free(op, example, dtype)[:EIGHT]
     sizes = (*(2 for _ in factors[1:]), 2 ** (EIGHT + 1 - len(factors)))
     for factor, size in zip(factors, sizes, strict=True):
@@ -91,6 +94,22 @@ def test_on_eight_devices(op):
             assert sum(found.values()) == promised, way
 
 
+@pytest.mark.parametrize("op", PLAIN, ids=lambda op: op.name)
+def test_plain_ops_on_eight_devices(op):
+    """Nothing is sent, whether XLA splits the op or ``shard_map`` does by its rule."""
+    case, split, sizes = spread(op)
+    mesh, at = mesh_of(sizes, AxisType.Auto), dict(enumerate(case.arrays))
+    specs = dict(zip(case.present, case.rule.specs(case.rule.operands, split), strict=True))
+    laid = [jax.device_put(at[i], NamedSharding(mesh, specs[i])) for i in case.present]
+    want = jax.device_get(jax.jit(functools.partial(op, **case.params))(*case.arrays))
+    by_hand = sharded(op, mesh, [specs.get(i) for i in range(len(case.arrays))])
+    for f in (op, by_hand):
+        compiled = jax.jit(functools.partial(f, **case.params)).lower(*laid).compile()
+        got = jax.device_get(compiled(*laid))
+        assert _check.excess(got, want, op.precision.tolerance) <= TWICE
+        assert not sent(compiled.as_text())
+
+
 def test_a_rule_in_shardy_s_notation():
     f32 = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
     q, k = f32((2, 8, 5, 4)), f32((2, 2, 6, 4))
@@ -110,6 +129,6 @@ def test_an_axis_that_devices_do_not_divide_stays_whole():
 def test_the_table_of_the_docs_is_current():
     page = (pathlib.Path(fuel_jax.__file__).parents[1] / "docs/parallel.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| `.*` \| `(.*)` \|$", page, re.MULTILINE))
-    ops = [op for op in builtin() if isinstance(getattr(op, "splits", None), str) and op.splits]
+    ops = [op for op in builtin() if getattr(op, "by_parts", False) and isinstance(op.splits, str)]
     axes = lambda op: [w for w in op.splits.partition("->")[0].split() if "=" not in w]
     assert rows == {op.name: " ".join(axes(op)) for op in ops if "backward" not in op.name}
