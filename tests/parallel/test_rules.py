@@ -16,6 +16,7 @@ from fuel_jax._sharding import Rule
 from fuel_jax.judge import several
 from fuel_jax.parallel import sharded
 from fuel_jax.registry import builtin
+from fuel_jax.types import x64_enabled
 
 from .counted import predicted, sent
 
@@ -35,7 +36,8 @@ def spread(op):
 
     The kernel is the one that serves; ``split`` has the mesh axis of each, ``sizes`` its devices.
     """
-    dtype = dtypes_of(op)[0]
+    exact = x64_enabled() and "float64" in dtypes_of(op)
+    dtype = "float64" if exact else dtypes_of(op)[0]
     example = next(e for e in op.examples() if several.free(op, e, dtype))
     factors = several.free(op, example, dtype)[:EIGHT]
     sizes = (*(2 for _ in factors[1:]), 2 ** (EIGHT + 1 - len(factors)))
