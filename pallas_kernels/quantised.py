@@ -39,6 +39,11 @@ class Part(NamedTuple):
     minimum: Tile | None = None
     less: Tile | float = 0.0
 
+    def weights(self, code: Code) -> Tile:
+        """What one code of each unit stands for."""
+        scaled = code.exact(self.less) * self.scale
+        return scaled if self.minimum is None else scaled + self.minimum
+
 
 class Packing(NamedTuple):
     """How the rows of a weight are packed."""

@@ -70,9 +70,7 @@ def kernel(*refs: Any, packing: Packing, cut: Cut) -> None:
         raw = packing.read(weight, row, j * cut.units, cut.units)
         for p, part in enumerate(packing.parts(raw)):
             for i, code in enumerate(part.codes):
-                w = code.exact(part.less) * part.scale
-                w = w if part.minimum is None else w + part.minimum
-                w = w.reshape(cut.rows, cut.units).astype(x_ref.dtype)
+                w = part.weights(code).reshape(cut.rows, cut.units).astype(x_ref.dtype)
                 x = load(x_ref, p * codes + i, column[None, :], unit[:, None])
                 total += jnp.dot(w, x, precision=precision, preferred_element_type=jnp.float32)
         return total

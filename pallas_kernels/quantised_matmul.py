@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from . import quantised_dot as dots, quantised_rows as few
+from . import quantised_dot as dots, quantised_gradient as gradients, quantised_rows as few
 from ._launch import LIMIT, unavailable
 from ._tiles import Tiles
 from .quantised import Packing
@@ -73,3 +73,32 @@ def product(
     else:
         y = dots.times_transposed(flat, weight, n, cut=tile or dots.cut(m, x.dtype), **options)
     return y.reshape(*x.shape[:-1], n)
+
+
+def declines_gradient(*arrays: Any, **params: Any) -> str:
+    """All, so far: what nobody has seen work."""
+    return "the product with W itself was compiled for a GPU and has not yet run on one"
+
+
+def gradient_tiles(g: Any, packing: Packing, **words: str) -> Tiles:
+    """How a product with the weight itself may be cut; ``words`` tell formats apart."""
+    m, n, k = rows_of(g), g.shape[-1], packing.units * packing.powers.size
+    extents = {"rows": m, "k": k, "n": n, **words}
+    return Tiles.of(extents, *gradients.cuts(m, n, g.dtype, packing))
+
+
+def gradient(
+    g: jax.Array,
+    weight: tuple[jax.Array, ...],
+    packing: Packing,
+    *,
+    name: str,
+    interpret: bool,
+    tile: Any = None,
+) -> jax.Array:
+    """g W: ``[*batch, m, n]`` to ``[*batch, m, k]``; sums in float32, rounded once."""
+    flat = g.reshape(-1, g.shape[-1])
+    m, n = flat.shape
+    tile = tile or gradients.cut(m, n, g.dtype, packing)
+    options = {"packing": packing, "name": name, "interpret": interpret, "cut": tile}
+    return gradients.times(flat, weight, **options).reshape(*g.shape[:-1], -1)

@@ -94,8 +94,7 @@ def kernel(*refs: Any, packing: Packing, cut: Cut) -> None:
         plain = parts * codes + parts * packing.offset
         for p, part in enumerate(found):
             for j, code in enumerate(part.codes):
-                weights = code.exact(part.less) * part.scale
-                weights = weights if part.minimum is None else weights + part.minimum
+                weights = part.weights(code)
                 of_code = jnp.broadcast_to(x(plain + p * codes + j), weights.shape)
                 total = fma(weights, of_code, total)
         return total

@@ -14,20 +14,21 @@ from jax import lax
 
 from pallas_kernels._tiles import Tiles, around
 
-from ..numerics import product_precision, zeros
+from ..numerics import product_precision, wide_dtype, zeros
 from ..types import Array
 
 Rows = Callable[[int | Array, int], Array]
 
 BLOCK = 2**21  # decoded elements at a time: 8 MiB of float32, about a core's share of cache
+PART = 2**24  # the same where a step of a loop takes several launches: 64 MiB, 32 of halves
 
 
-def block_rows(n: int, k: int) -> int:
+def block_rows(n: int, k: int, most: int = BLOCK) -> int:
     """How many of ``n`` rows of ``k`` weights are decoded together.
 
     A multiple of 8, so that a block begins at a whole word of any packed stream.
     """
-    return min(n, max(8, BLOCK // max(k, 1) // 8 * 8))
+    return min(n, max(8, most // max(k, 1) // 8 * 8))
 
 
 class Block(NamedTuple):
@@ -36,17 +37,22 @@ class Block(NamedTuple):
     rows: int
 
 
-def block_tiles(x: Any, n: int, k: int, **words: str) -> Tiles:
+def block_tiles(x: Any, n: int, k: int, most: int = BLOCK, **words: str) -> Tiles:
     """More or fewer rows; ``words`` tell formats apart."""
-    first = block_rows(n, k)
+    first = block_rows(n, k, most)
     others = [Block(rows) for rows in around(first, 8, n) if rows % 8 == 0]
     m = x.size // max(x.shape[-1], 1)
     return Tiles.of({"rows": m, "k": k, "n": n, **words}, Block(first), *others)
 
 
-def fits_one_block(n: int, k: int) -> str | None:
+def fits_one_block(n: int, k: int, most: int = BLOCK) -> str | None:
     """Why it would not pay to go block by block, or None."""
-    return f"{n} x {k} weights fit one block" if block_rows(n, k) == n else None
+    return f"{n} x {k} weights fit one block" if block_rows(n, k, most) == n else None
+
+
+def refuses_nothing(*arrays, **params) -> str | None:
+    """Sums of nothing, which need no blocks."""
+    return "there is nothing to sum" if 0 in (x.size for x in arrays) else None
 
 
 def times_transposed(x: Array, rows: Rows, n: int) -> Array:
@@ -65,17 +71,11 @@ def times_transposed_rounded(x: Array, rows: Rows, n: int) -> Array:
     return jnp.einsum("...k,nk->...n", x, w, precision=product_precision(x))
 
 
-def times_rounded(g: Array, rows: Rows, n: int) -> Array:
-    """g W, W rounded to the dtype of g."""
-    w = rows(0, n).astype(g.dtype)
-    return jnp.einsum("...n,nk->...k", g, w, precision=product_precision(g))
-
-
 def refuses_rounded(x, *rest, **params) -> str | None:
     """Activations that the weight would lose digits for."""
     if x.dtype.itemsize != 2:
         return f"the weight has more digits than it would keep beside {x.dtype.name}"
-    return "there is nothing to sum" if 0 in (x.size, *(w.size for w in rest)) else None
+    return refuses_nothing(x, *rest)
 
 
 def declines_rounded(x, *rest, **params) -> str | None:
@@ -102,16 +102,22 @@ def times_transposed_blocked(x: Array, rows: Rows, n: int, tile: Block | None = 
     return y.T.reshape(*x.shape[:-1], n)
 
 
-def times_blocked(g: Array, rows: Rows, n: int, k: int, tile: Block | None = None) -> Array:
-    """g W, a block of rows at a time; sums over the blocks in order."""
-    size = tile.rows if tile else block_rows(n, k)
+def times_blocked(
+    g: Array, rows: Rows, n: int, k: int, tile: Block | None = None, most: int = BLOCK
+) -> Array:
+    """g W, a block of rows at a time, rounded to the dtype of g.
+
+    The sums over the blocks are added in order, in float32 if g has halves, and not yet rounded.
+    """
+    size = tile.rows if tile else block_rows(n, k, most)
     flat = g.reshape(-1, n)
+    wide = {"precision": product_precision(g), "preferred_element_type": wide_dtype(g)}
 
     def share(start, count):
         part = lax.dynamic_slice_in_dim(flat, start, count, axis=1)
-        return jnp.einsum("mn,nk->mk", part, rows(start, count), precision=product_precision())
+        return jnp.einsum("mn,nk->mk", part, rows(start, count).astype(g.dtype), **wide)
 
-    total = zeros((flat.shape[0], k), flat)
+    total = zeros((flat.shape[0], k), flat).astype(wide_dtype(g))
     starts = jnp.arange(n // size) * size
     total, _ = lax.scan(lambda sum, start: (sum + share(start, size), None), total, starts)
     if rest := n % size:

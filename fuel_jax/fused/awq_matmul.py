@@ -1,5 +1,6 @@
 """Product with an AWQ weight: 4-bit codes, a zero point and a scale for each group of a row."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,14 +18,16 @@ from ..op_kind import FusedOps
 from ..registry import fused_op
 from ..types import Array, Floats, Halves, Words
 from ._frozen_weight import (
+    BLOCK,
+    PART,
     Rows,
     block_tiles,
     declines_rounded,
     fits_one_block,
+    refuses_nothing,
     refuses_rounded,
     times,
     times_blocked,
-    times_rounded,
     times_transposed,
     times_transposed_blocked,
     times_transposed_rounded,
@@ -125,9 +128,9 @@ def decoder(
     return rows
 
 
-def declines(_: Any, weight: Any, *rest: Any, **params: Any) -> str | None:
+def declines(_: Any, weight: Any, *rest: Any, most: int = BLOCK, **params: Any) -> str | None:
     """Small weights."""
-    return fits_one_block(weight.shape[0], 8 * weight.shape[1])
+    return fits_one_block(weight.shape[0], 8 * weight.shape[1], most)
 
 
 @fused_op(
@@ -254,12 +257,17 @@ def awq_matmul_lanes(activations, weight, zeros, scales, *, group_size, split_k_
     return y.astype(activations.dtype)
 
 
-def tiles_blocked(x: Any, weight: Any, *rest: Any, **params: Any) -> Tiles:
+def tiles_blocked(x: Any, weight: Any, *rest: Any, most: int = BLOCK, **params: Any) -> Tiles:
     """How many rows at a time."""
-    return block_tiles(x, weight.shape[0], 8 * weight.shape[1])
+    return block_tiles(x, weight.shape[0], 8 * weight.shape[1], most)
 
 
-in_blocks: dict[str, Any] = {"platforms": ("cpu",), "declines": declines, "tiles": tiles_blocked}
+in_blocks: dict[str, Any] = {
+    "platforms": ("cpu",),
+    "refuses": refuses_nothing,
+    "declines": declines,
+    "tiles": tiles_blocked,
+}
 
 
 @awq_matmul.kernel("blocked", **in_blocks)
@@ -307,6 +315,13 @@ def tiles_triton(
     return kernels.tiles(activations, n, quantised.awq(words, group_size))
 
 
+def tiles_triton_backward(
+    upstream: Any, weight: Any, *rest: Any, group_size: int, split_k_iters: int
+) -> Tiles:
+    """How its gradient may be cut."""
+    return kernels.gradient_tiles(upstream, quantised.awq(weight.shape[1], group_size))
+
+
 @awq_matmul.kernel(
     "triton",
     platforms=("cuda",),
@@ -324,11 +339,30 @@ def awq_matmul_by_triton(
     return kernels.product(activations, (weight, zeros, scales), n, packing, **options)
 
 
+@awq_matmul_backward.kernel(
+    "triton",
+    platforms=("cuda",),
+    refuses=refuses_triton,
+    declines=kernels.declines_gradient,
+    tiles=tiles_triton_backward,
+)
+def awq_matmul_backward_by_triton(
+    upstream, weight, zeros, scales, *, group_size, split_k_iters, tile=None, interpret=False
+):
+    """Decoded in registers."""
+    packing = quantised.awq(weight.shape[1], group_size)
+    options = {"name": "awq_matmul_backward", "interpret": interpret, "tile": tile}
+    return kernels.gradient(upstream, (weight, zeros, scales), packing, **options)
+
+
 rounded: dict[str, Any] = {
     "platforms": ("cuda",),
     "refuses": refuses_rounded,
     "declines": declines_rounded,
 }
+
+
+tiles_parts = functools.partial(tiles_blocked, most=PART)
 
 
 @awq_matmul.kernel("rounded", **rounded)
@@ -340,10 +374,19 @@ def awq_matmul_rounded(
     return times_transposed_rounded(activations, rows, weight.shape[0])
 
 
-@awq_matmul_backward.kernel("rounded", **rounded)
+@awq_matmul_backward.kernel("rounded", **rounded, tiles=tiles_parts)
 def awq_matmul_backward_rounded(
-    upstream, weight, zeros, scales, *, group_size, split_k_iters, interpret=False
+    upstream, weight, zeros, scales, *, group_size, split_k_iters, tile=None, interpret=False
 ):
-    """The weight rounded to the dtype of the cotangent, for the tensor cores."""
+    """The weight rounded to the dtype of the cotangent, for the tensor cores; a part at a time."""
     rows = decoder(weight, zeros, scales, jnp.float32, group_size=group_size)
-    return times_rounded(upstream, rows, weight.shape[0])
+    n, words = weight.shape
+    return times_blocked(upstream, rows, n, 8 * words, tile, PART).astype(upstream.dtype)
+
+
+awq_matmul_backward.kernel(
+    "parts",
+    refuses=refuses_nothing,
+    declines=functools.partial(declines, most=PART),
+    tiles=tiles_parts,
+)(awq_matmul_backward_blocked)

@@ -1,5 +1,6 @@
 """Product with a 4-bit NormalFloat weight."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,14 +18,16 @@ from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
 from ..types import Array, Bytes, Floats, Wide
 from ._frozen_weight import (
+    BLOCK,
+    PART,
     Rows,
     block_tiles,
     declines_rounded,
     fits_one_block,
+    refuses_nothing,
     refuses_rounded,
     times,
     times_blocked,
-    times_rounded,
     times_transposed,
     times_transposed_blocked,
     times_transposed_rounded,
@@ -125,9 +128,9 @@ def decoder(w_packed: Array, absmax: Array, dtype: jnp.dtype, *, low_nibble_firs
     return rows
 
 
-def declines(_: Any, w_packed: Any, *rest: Any, **params: Any) -> str | None:
+def declines(_: Any, w_packed: Any, *rest: Any, most: int = BLOCK, **params: Any) -> str | None:
     """Small weights."""
-    return fits_one_block(w_packed.shape[0], 2 * w_packed.shape[1])
+    return fits_one_block(w_packed.shape[0], 2 * w_packed.shape[1], most)
 
 
 @fused_op(
@@ -258,12 +261,17 @@ def nf4_matmul_lanes(activations, w_packed, absmax, *, block_size, low_nibble_fi
     return y.astype(activations.dtype)
 
 
-def tiles_blocked(x: Any, w_packed: Any, *rest: Any, **params: Any) -> Tiles:
+def tiles_blocked(x: Any, w_packed: Any, *rest: Any, most: int = BLOCK, **params: Any) -> Tiles:
     """How many rows at a time."""
-    return block_tiles(x, w_packed.shape[0], 2 * w_packed.shape[1])
+    return block_tiles(x, w_packed.shape[0], 2 * w_packed.shape[1], most)
 
 
-in_blocks: dict[str, Any] = {"platforms": ("cpu",), "declines": declines, "tiles": tiles_blocked}
+in_blocks: dict[str, Any] = {
+    "platforms": ("cpu",),
+    "refuses": refuses_nothing,
+    "declines": declines,
+    "tiles": tiles_blocked,
+}
 
 
 @nf4_matmul.kernel("blocked", **in_blocks)
@@ -315,6 +323,20 @@ def tiles_triton(
     return kernels.tiles(activations, n, packing)
 
 
+def tiles_triton_backward(
+    upstream: Any, w_packed: Any, absmax: Any, *, block_size: int, low_nibble_first: bool
+) -> Tiles:
+    """How its gradient may be cut."""
+    packing = quantised.nf4(w_packed.shape[1] // 4, block_size, low_nibble_first, LEVELS)
+    return kernels.gradient_tiles(upstream, packing)
+
+
+def in_words(w_packed: Array) -> Array:
+    """Four bytes together: ``[n, k / 2]`` to ``[n, k / 8]``."""
+    n, half_k = w_packed.shape
+    return lax.bitcast_convert_type(w_packed.reshape(n, half_k // 4, 4), jnp.uint32)
+
+
 @nf4_matmul.kernel(
     "triton",
     platforms=("cuda",),
@@ -326,11 +348,27 @@ def nf4_matmul_by_triton(
     activations, w_packed, absmax, *, block_size, low_nibble_first, tile=None, interpret=False
 ):
     """Decoded in registers."""
-    n, half_k = w_packed.shape
-    words = lax.bitcast_convert_type(w_packed.reshape(n, half_k // 4, 4), jnp.uint32)
-    packing = quantised.nf4(half_k // 4, block_size, low_nibble_first, LEVELS)
+    words = in_words(w_packed)
+    packing = quantised.nf4(words.shape[1], block_size, low_nibble_first, LEVELS)
     options = {"name": "nf4_matmul", "interpret": interpret, "tile": tile}
-    return kernels.product(activations, (words, absmax), n, packing, **options)
+    return kernels.product(activations, (words, absmax), len(words), packing, **options)
+
+
+@nf4_matmul_backward.kernel(
+    "triton",
+    platforms=("cuda",),
+    refuses=refuses_triton,
+    declines=kernels.declines_gradient,
+    tiles=tiles_triton_backward,
+)
+def nf4_matmul_backward_by_triton(
+    upstream, w_packed, absmax, *, block_size, low_nibble_first, tile=None, interpret=False
+):
+    """Decoded in registers."""
+    words = in_words(w_packed)
+    packing = quantised.nf4(words.shape[1], block_size, low_nibble_first, LEVELS)
+    options = {"name": "nf4_matmul_backward", "interpret": interpret, "tile": tile}
+    return kernels.gradient(upstream, (words, absmax), packing, **options)
 
 
 rounded: dict[str, Any] = {
@@ -338,6 +376,7 @@ rounded: dict[str, Any] = {
     "refuses": refuses_rounded,
     "declines": declines_rounded,
 }
+tiles_parts = functools.partial(tiles_blocked, most=PART)
 
 
 @nf4_matmul.kernel("rounded", **rounded)
@@ -349,10 +388,19 @@ def nf4_matmul_rounded(
     return times_transposed_rounded(activations, rows, w_packed.shape[0])
 
 
-@nf4_matmul_backward.kernel("rounded", **rounded)
+@nf4_matmul_backward.kernel("rounded", **rounded, tiles=tiles_parts)
 def nf4_matmul_backward_rounded(
-    upstream, w_packed, absmax, *, block_size, low_nibble_first, interpret=False
+    upstream, w_packed, absmax, *, block_size, low_nibble_first, tile=None, interpret=False
 ):
-    """The weight rounded to the dtype of the cotangent, for the tensor cores."""
+    """The weight rounded to the dtype of the cotangent, for the tensor cores; a part at a time."""
     rows = decoder(w_packed, absmax, jnp.float32, low_nibble_first=low_nibble_first)
-    return times_rounded(upstream, rows, w_packed.shape[0])
+    n, half_k = w_packed.shape
+    return times_blocked(upstream, rows, n, 2 * half_k, tile, PART).astype(upstream.dtype)
+
+
+nf4_matmul_backward.kernel(
+    "parts",
+    refuses=refuses_nothing,
+    declines=functools.partial(declines, most=PART),
+    tiles=tiles_parts,
+)(nf4_matmul_backward_blocked)

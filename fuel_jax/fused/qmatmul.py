@@ -1,5 +1,6 @@
 """Product with a weight in one of llama.cpp's block formats."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +18,12 @@ from ..registry import fused_op
 from ..types import Array, Wide, Words
 from . import _gguf_lanes as lanes
 from ._frozen_weight import (
+    BLOCK,
+    PART,
     Rows,
     block_tiles,
     fits_one_block,
+    refuses_nothing,
     times,
     times_blocked,
     times_transposed,
@@ -131,9 +135,11 @@ def decoder(words: Array, dtype: jnp.dtype, *, quant_type: str, k: int, n: int) 
     return rows
 
 
-def declines(_: Any, w_q_bytes: Any, *, quant_type: Any, k: int, n: int) -> str | None:
+def declines(
+    _: Any, w_q_bytes: Any, *, quant_type: Any, k: int, n: int, most: int = BLOCK
+) -> str | None:
     """Small weights."""
-    return fits_one_block(n, k)
+    return fits_one_block(n, k, most)
 
 
 @fused_op(
@@ -228,12 +234,19 @@ def qmatmul_lanes(a, w_q_bytes, *, quant_type, k, n):
     )
 
 
-def tiles_blocked(x: Any, w_q_bytes: Any, *, quant_type: Any, k: int, n: int) -> Tiles:
+def tiles_blocked(
+    x: Any, w_q_bytes: Any, *, quant_type: Any, k: int, n: int, most: int = BLOCK
+) -> Tiles:
     """How many rows at a time."""
-    return block_tiles(x, n, k, format=quant_type)
+    return block_tiles(x, n, k, most, format=quant_type)
 
 
-in_blocks: dict[str, Any] = {"platforms": ("cpu",), "declines": declines, "tiles": tiles_blocked}
+in_blocks: dict[str, Any] = {
+    "platforms": ("cpu",),
+    "refuses": refuses_nothing,
+    "declines": declines,
+    "tiles": tiles_blocked,
+}
 
 
 @qmatmul.kernel("blocked", **in_blocks)
@@ -273,6 +286,14 @@ def tiles_triton(a: Any, w_q_bytes: Any, *, quant_type: Any, k: int, n: int) -> 
     return kernels.tiles(a, n, quantised_gguf.GGUF[quant_type](k), format=quant_type)
 
 
+def tiles_triton_backward(
+    upstream: Any, w_q_bytes: Any, *, quant_type: Any, k: int, n: int
+) -> Tiles:
+    """How its gradient may be cut."""
+    packing = quantised_gguf.GGUF[quant_type](k)
+    return kernels.gradient_tiles(upstream, packing, format=quant_type)
+
+
 @qmatmul.kernel(
     "triton",
     platforms=("cuda",),
@@ -285,3 +306,28 @@ def qmatmul_by_triton(a, w_q_bytes, *, quant_type, k, n, tile=None, interpret=Fa
     packing = quantised_gguf.GGUF[quant_type](k)
     options = {"name": f"qmatmul_{quant_type.lower()}", "interpret": interpret, "tile": tile}
     return kernels.product(a, (w_q_bytes,), n, packing, **options)
+
+
+@qmatmul_backward.kernel(
+    "triton",
+    platforms=("cuda",),
+    refuses=refuses_triton,
+    declines=kernels.declines_gradient,
+    tiles=tiles_triton_backward,
+)
+def qmatmul_backward_by_triton(
+    upstream, w_q_bytes, *, quant_type, k, n, tile=None, interpret=False
+):
+    """Decoded in registers."""
+    packing = quantised_gguf.GGUF[quant_type](k)
+    name = f"qmatmul_{quant_type.lower()}_backward"
+    options = {"name": name, "interpret": interpret, "tile": tile}
+    return kernels.gradient(upstream, (w_q_bytes,), packing, **options)
+
+
+qmatmul_backward.kernel(
+    "parts",
+    refuses=refuses_nothing,
+    declines=functools.partial(declines, most=PART),
+    tiles=functools.partial(tiles_blocked, most=PART),
+)(qmatmul_backward_blocked)
