@@ -103,23 +103,25 @@ def times_transposed_blocked(x: Array, rows: Rows, n: int, tile: Block | None = 
 
 
 def times_blocked(
-    g: Array, rows: Rows, n: int, k: int, tile: Block | None = None, most: int = BLOCK
+    g: Array, rows: Rows, n: int, k: int, tile: Block | None = None, rounded: bool = False
 ) -> Array:
-    """g W, a block of rows at a time, rounded to the dtype of g.
+    """g W, a block of rows at a time, in the dtype of g; sums over the blocks in order.
 
-    The sums over the blocks are added in order, in float32 if g has halves, and not yet rounded.
+    These are in float32 for halves, and so are W and g, or W is ``rounded`` to halves.
     """
-    size = tile.rows if tile else block_rows(n, k, most)
-    flat = g.reshape(-1, n)
-    wide = {"precision": product_precision(g), "preferred_element_type": wide_dtype(g)}
+    size = tile.rows if tile else block_rows(n, k, PART if rounded else BLOCK)
+    flat, wide = g.reshape(-1, n), wide_dtype(g)
+    dtype = g.dtype if rounded else wide
 
     def share(start, count):
-        part = lax.dynamic_slice_in_dim(flat, start, count, axis=1)
-        return jnp.einsum("mn,nk->mk", part, rows(start, count).astype(g.dtype), **wide)
+        part = lax.dynamic_slice_in_dim(flat, start, count, axis=1).astype(dtype)
+        w = rows(start, count).astype(dtype)
+        how = {"precision": product_precision(part), "preferred_element_type": wide}
+        return jnp.einsum("mn,nk->mk", part, w, **how)
 
-    total = zeros((flat.shape[0], k), flat).astype(wide_dtype(g))
+    total = zeros((flat.shape[0], k), flat).astype(wide)
     starts = jnp.arange(n // size) * size
     total, _ = lax.scan(lambda sum, start: (sum + share(start, size), None), total, starts)
     if rest := n % size:
         total += share(n - rest, rest)
-    return total.reshape(*g.shape[:-1], k)
+    return total.reshape(*g.shape[:-1], k).astype(g.dtype)

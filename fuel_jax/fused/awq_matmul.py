@@ -13,7 +13,7 @@ from pallas_kernels import quantised, quantised_matmul as kernels
 from pallas_kernels._tiles import Tiles
 
 from .._op import Precision
-from ..numerics import wide
+from ..numerics import wide, wide_dtype
 from ..op_kind import FusedOps
 from ..registry import fused_op
 from ..types import Array, Floats, Halves, Words
@@ -283,10 +283,9 @@ def awq_matmul_backward_blocked(
     upstream, weight, zeros, scales, *, group_size, split_k_iters, tile=None
 ):
     """The weight a block of rows at a time."""
-    g = wide(upstream)
-    rows = decoder(weight, zeros, scales, g.dtype, group_size=group_size)
+    rows = decoder(weight, zeros, scales, wide_dtype(upstream), group_size=group_size)
     n, words = weight.shape
-    return times_blocked(g, rows, n, 8 * words, tile).astype(upstream.dtype)
+    return times_blocked(upstream, rows, n, 8 * words, tile)
 
 
 # -- on NVIDIA GPUs ------------------------------------------------------------------------
@@ -381,7 +380,7 @@ def awq_matmul_backward_rounded(
     """The weight rounded to the dtype of the cotangent, for the tensor cores; a part at a time."""
     rows = decoder(weight, zeros, scales, jnp.float32, group_size=group_size)
     n, words = weight.shape
-    return times_blocked(upstream, rows, n, 8 * words, tile, PART).astype(upstream.dtype)
+    return times_blocked(upstream, rows, n, 8 * words, tile, rounded=True)
 
 
 awq_matmul_backward.kernel(

@@ -13,7 +13,7 @@ from pallas_kernels import quantised, quantised_matmul as kernels
 from pallas_kernels._tiles import Tiles
 
 from .._op import Precision
-from ..numerics import wide
+from ..numerics import wide, wide_dtype
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
 from ..types import Array, Bytes, Floats, Wide
@@ -287,10 +287,9 @@ def nf4_matmul_backward_blocked(
     upstream, w_packed, absmax, *, block_size, low_nibble_first, tile=None
 ):
     """The weight a block of rows at a time."""
-    g = wide(upstream)
-    rows = decoder(w_packed, absmax, g.dtype, low_nibble_first=low_nibble_first)
+    rows = decoder(w_packed, absmax, wide_dtype(upstream), low_nibble_first=low_nibble_first)
     n, half_k = w_packed.shape
-    return times_blocked(g, rows, n, 2 * half_k, tile).astype(upstream.dtype)
+    return times_blocked(upstream, rows, n, 2 * half_k, tile)
 
 
 # -- on NVIDIA GPUs ------------------------------------------------------------------------
@@ -395,7 +394,7 @@ def nf4_matmul_backward_rounded(
     """The weight rounded to the dtype of the cotangent, for the tensor cores; a part at a time."""
     rows = decoder(w_packed, absmax, jnp.float32, low_nibble_first=low_nibble_first)
     n, half_k = w_packed.shape
-    return times_blocked(upstream, rows, n, 2 * half_k, tile, PART).astype(upstream.dtype)
+    return times_blocked(upstream, rows, n, 2 * half_k, tile, rounded=True)
 
 
 nf4_matmul_backward.kernel(

@@ -74,7 +74,7 @@ WEIGHTS = {
 }
 
 
-ROLLED = ("nf4", "Q3K", "Q5K", "Q8_0")
+ROLLED = ("nf4", "Q3K", "Q5K", "Q6K", "Q2K", "Q8_0", "Q8_1", "Q4_1", "Q5_0")
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
