@@ -1,4 +1,4 @@
-"""Cotangents times packed weights, interpreted: any shape, parts of rows, what is not finite."""
+"""Cotangents times packed weights: interpreted, on any shape, and what is not finite; in parts."""
 
 import functools
 
@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from fuel_jax.fused import awq_matmul as awq, nf4_matmul as nf4, qmatmul as gguf
+from fuel_jax.fused._frozen_weight import Block, times_blocked
 from pallas_kernels import quantised, quantised_gradient
 from pallas_kernels.quantised_gradient import Cut
 
 from .test_launch import lowered
-from .test_quantised import awq_weight, gguf_weight, nf4_weight, operands
+from .test_quantised import RNG, awq_weight, gguf_weight, nf4_weight, operands
 
 WEIGHTS = {
     "awq": lambda n: awq_weight(n, 384, 128),
@@ -118,3 +119,36 @@ def test_choice(m, dtype, serves):
     assert "has not yet run on one" in here["triton"].why_not
     assert set(here[serves].serves) & {"cuda", "default"}
     assert here["xla"].serves == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "dtype"),
+    [
+        *((name, "parts", "float32") for name in OPS),
+        *(("awq", "rounded", "bfloat16"), ("nf4", "rounded", "bfloat16")),
+    ],
+)
+def test_no_dense_copy(name, form, dtype):
+    """Of the weight in the dtype it is multiplied in, two fifths at a time."""
+    k, n = 4096, 14336
+    op, params = OPS[name]
+    params = params | {"k": k, "n": n} if name == "Q6K" else params
+    _, *packed = operands(name, 1, k, n, dtype)
+    g = jax.ShapeDtypeStruct((64, n), dtype)
+    run = jax.jit(functools.partial(op.using(form), **params))
+    memory = run.lower(g, *packed).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 0.4 * n * k * jnp.dtype(dtype).itemsize
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounded_in_parts(dtype):
+    """Each part meets halves, and is added in float32."""
+    (codes, absmax), _, weight = nf4_weight(21, 64, 64, False)
+    order = {"low_nibble_first": False}
+    rows = nf4.decoder(jnp.asarray(codes.view(np.uint8)), jnp.asarray(absmax), jnp.float32, **order)
+    g = jnp.asarray(RNG.normal(size=(2, 3, 21)), dtype)
+    got = times_blocked(g, rows, 21, 64, Block(8), rounded=True)
+    assert got.dtype == dtype
+    want = np.asarray(g, np.float64) @ np.asarray(jnp.asarray(weight, dtype), np.float64)
+    bound = BOUND[dtype] * np.abs(want).max()
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=bound)
