@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from .._called import Binary, Unary
 from .._op import Op, Precision
@@ -21,10 +20,20 @@ from ..numerics import is_float, lifted, wide
 from ..op_kind import OpKind as K
 from ..registry import enter, op
 from ..types import Anything, Array, Floats, Mask, Numbers
-from ._normal import DENSITY, bell, erf as erf_in_parts, erf_jvp, normal_cdf
+from ._normal import erf as erf_in_parts, erf_jvp
+from ._slopes import (
+    Jvp,
+    gelu_by_tail,
+    gelu_core,
+    gelu_jvp,
+    gelu_tanh_core,
+    gelu_tanh_jvp,
+    silu_core,
+    with_jvp,
+    with_partials,
+)
 
 PRECISION = Precision(float32=2e-6)
-Jvp = Callable[..., Array]  # of x, the result and the tangent
 
 
 def spread(shape: Sequence[int], low: float, high: float) -> np.ndarray:
@@ -41,37 +50,6 @@ def described(body: Callable[..., Any], kind: K, formula: str, args: str) -> Cal
     body.__name__ = body.__qualname__ = kind.as_str()
     body.__doc__ = f"{formula}\n\nArgs:\n{args}\n\nReturns:\n    An array like the first."
     return body
-
-
-def with_jvp(f: Callable[[Array], Array], jvp: Jvp | None) -> Callable[[Array], Array]:
-    """``f`` with a derivative of its own; forward mode and higher orders work."""
-    if jvp is None:
-        return f
-    core = jax.custom_jvp(f)
-
-    @core.defjvp
-    def _(primals, tangents):
-        y = core(*primals)
-        return y, jvp(*primals, y, *tangents)
-
-    return core
-
-
-def with_partials(f: Callable[..., Array], *partials: Jvp) -> Callable[..., Array]:
-    """``f`` of two arrays, with derivatives of its own, each of both, the result and a tangent."""
-    core = jax.custom_jvp(f)
-
-    def jvp(primals, tangents):
-        y = core(*primals)
-        terms = [
-            partial(*primals, y, t)
-            for partial, t in zip(partials, tangents, strict=True)
-            if not isinstance(t, SymbolicZero)  # which is NaN times an infinite slope
-        ]
-        return y, sum(terms, start=jnp.zeros_like(y))
-
-    core.defjvp(jvp, symbolic_zeros=True)
-    return core
 
 
 def unary(
@@ -134,50 +112,6 @@ def select_sign(x: Array, y: Array, t: Array) -> Array:
     return jnp.sign(x) * t
 
 
-def saturating(x: Array, slope: Array) -> Array:
-    """x · slope for a slope that falls to 0 where x grows: 0 there, not ∞·0."""
-    return jnp.where(slope == 0, 0, x * slope)
-
-
-def silu_jvp(x: Array, y: Array, t: Array) -> Array:
-    """σ + x·σ(1 − σ); 1 and 0 at ±inf."""
-    s = lax.logistic(x)
-    return t * (s + saturating(x, s * (1 - s)))
-
-
-def gelu_core(x: Array) -> Array:
-    """½x·erfc(−x/√2): 1 + erf would cancel below −4."""
-    return 0.5 * x * lax.erfc(-x * math.sqrt(0.5))
-
-
-def gelu_jvp(x: Array, y: Array, t: Array) -> Array:
-    """Φ(x) + x·φ(x); 1 and 0 at ±inf.  XLA shares the exponential with erfc's own."""
-    u = -x * math.sqrt(0.5)
-    density = jnp.exp(-(u * u)) * (1 / math.sqrt(2 * math.pi))
-    return t * (0.5 * lax.erfc(u) + saturating(x, density))
-
-
-FLAT = {"float32": 10.05, "float64": 21.15}  # e^(2u) is finite there, and 1/e^(2u) flushed to 0
-TANH_SCALE, CUBE = math.sqrt(2 / math.pi), 0.044715  # Hendrycks & Gimpel 2016, arXiv:1606.08415
-
-
-def gelu_tanh_core(x: Array) -> Array:
-    """½x(1 + tanh u),  u = √(2/π)(x + 0.044715x³).  As x·σ(2u): 1 + tanh cancels below −3."""
-    return x / (1 + jnp.exp(-2 * TANH_SCALE * (x + CUBE * (x * x * x))))
-
-
-def gelu_tanh_jvp(x: Array, y: Array, t: Array) -> Array:
-    """σ(2u) + x·σ(2u)σ(−2u)·2u′, by one exponential; 1 and 0 at ±inf.
-
-    Beyond FLAT e^(−2u) would leave the range of numbers, and the slope is that at infinity.
-    """
-    end = jnp.asarray(FLAT[x.dtype.name], x.dtype)
-    v = lax.clamp(-end, x, end)
-    e = jnp.exp(-2 * TANH_SCALE * (v + CUBE * (v * v * v)))
-    s = 1 / (1 + e)
-    return t * (s + v * ((e * s) * s) * (2 * TANH_SCALE * (1 + 3 * CUBE * (v * v))))
-
-
 def remainder(a: Array, b: Array) -> Array:
     """Exact, with the sign of the divisor."""
     r = lax.rem(a, b)
@@ -224,7 +158,7 @@ log: Unary       = unary(K.LogElementwise,       jnp.log,                       
 sin: Unary       = unary(K.SinElementwise,       jnp.sin,                                     "sin x.")
 cos: Unary       = unary(K.CosElementwise,       jnp.cos,                                     "cos x.")
 sigmoid: Unary   = unary(K.SigmoidElementwise,   lax.logistic,                                "1 / (1 + e⁻ˣ).")
-silu: Unary      = unary(K.SiluElementwise,      lambda x: x / (1 + jnp.exp(-x)),             "x / (1 + e⁻ˣ).  NaN at −inf.",         silu_jvp)
+silu: Unary      = unary(K.SiluElementwise,      silu_core,                                   "x / (1 + e⁻ˣ).  NaN at −inf.")
 gelu_tanh: Unary = unary(K.GeluTanhElementwise,  gelu_tanh_core,                              "½x(1 + tanh(√(2/π)(x + 0.044715x³))), its tail kept.  NaN at −inf.", gelu_tanh_jvp)
 step: Unary      = unary(K.StepElementwise,      lambda x: jnp.where(x > 0, 1, 0),            "1 where x > 0, else 0, also at NaN.  Drops the gradient.", dtypes=Numbers)
 floor: Unary     = unary(K.FloorElementwise,     jnp.floor,                                   "⌊x⌋.  Drops the gradient.")
@@ -255,14 +189,6 @@ ge: Binary = comparison(K.GreaterEqualElementwise, jnp.greater_equal, "a ≥ b. 
 
 
 # -- gelu in float32 on the CPU ---------------------------------------------------------------
-
-
-def gelu_by_tail_jvp(x: Array, y: Array, t: Array) -> Array:
-    """Φ(x) + x·φ(x); 1 and 0 at ±inf.  XLA shares the exponential."""
-    return t * (normal_cdf(x) + saturating(x, bell(x) * DENSITY))
-
-
-gelu_by_tail: Callable[[Array], Array] = with_jvp(lambda x: x * normal_cdf(x), gelu_by_tail_jvp)
 
 
 @gelu.kernel(
