@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
@@ -95,6 +96,35 @@ def splitting(splits: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return run
 
     return decorate
+
+
+def linear(
+    forth: Callable[..., Any],
+    back: Callable[..., Any],
+    rule_of: Callable[..., Rule],
+    x: Any,
+    *at: Any,
+) -> Any:
+    """``forth(x, *at)``, linear in x, whose transpose is ``back(y, *at)``: each by the rule.
+
+    It is made part of the solution of a linear system,  u = x  and  v − forth(u) = 0:  for one JAX
+    takes the word how its transpose is solved, and under ``vmap``, too.
+    """
+    y = jax.eval_shape(forth, x, *at)
+    there = split(forth, forth, rule_of)
+    home = split(back, back, lambda arrays, out: rule_of((out, *at), arrays[0]).transposed)
+
+    def nothing(x: Any) -> Any:
+        """0, and linear in x as JAX sees it, in another shape: a sum of no elements."""
+        return jnp.broadcast_to(jnp.sum(x[:0]), y.shape)
+
+    u, v = lax.custom_linear_solve(
+        lambda b: (b[0], b[1] - forth(b[0], *at)),
+        (x, nothing(x)),
+        lambda _, b: (b[0], there(b[0], *at)),
+        lambda _, b: (home(b[1], *at), b[1]),  # of b[0] comes nothing
+    )
+    return jnp.where(True, v, nothing(u))  # so that JAX finds a cotangent for all of the system
 
 
 def mesh_of(arrays: Sequence[Any]) -> Any:
@@ -204,5 +234,9 @@ def mapping(
         return found, [True] * len(found)
 
     differentiable = jax.custom_jvp(lambda *arrays: batched(*arrays))
-    differentiable.defjvp(lambda primals, tangents: jax.jvp(run, primals, tangents))
+
+    @differentiable.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        return differentiable(*primals), jax.jvp(run, primals, tangents)[1]
+
     return differentiable

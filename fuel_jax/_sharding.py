@@ -26,6 +26,11 @@ Dims = tuple[tuple[str, ...], ...]  # the factors of each axis of an array, oute
 Split = dict[str, tuple[str, ...]]  # factor -> mesh axes it is split over
 
 
+def unchanged(params: dict[str, Any], *parts: Any) -> dict[str, Any]:
+    """The parameters of a part: those of the whole."""
+    return params
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """Which axes of operands and results belong together, and which of them may be split."""
@@ -34,6 +39,7 @@ class Rule:
     results: tuple[Dims, ...]
     splits: frozenset[str]
     sizes: tuple[tuple[str, int], ...]
+    part: Callable[..., dict[str, Any]] = unchanged  # parameters, of those and a part's operands
 
     @property
     def text(self) -> str:
@@ -92,6 +98,12 @@ class Rule:
         """The mesh axes that each result is to be summed over."""
         has = [{factor for factors in dims for factor in factors} for dims in self.results]
         return [tuple(a for f, axes in split.items() if f not in own for a in axes) for own in has]
+
+    @property
+    def transposed(self) -> Rule:
+        """That of a linear map's transpose, of which the first operand is the first result."""
+        operands = (self.results[0], *self.operands[1:])
+        return Rule(operands, self.operands[:1], self.splits, self.sizes)
 
     def batched(self, operands: Sequence[bool], size: int) -> Rule:
         """With a leading axis for those operands, and for every result."""
@@ -179,25 +191,6 @@ def rule_of(
     used = [factor for dims in (*operands, *found) for factors in dims for factor in factors]
     ordered = tuple((factor, sizes[factor]) for factor in dict.fromkeys(used))
     return Rule(operands, tuple(found), frozenset(splittable), ordered)
-
-
-def along(parameter: str) -> Callable[..., Rule]:
-    """The rule of an op along one axis, or several, of its only operand: the others may be split.
-
-    None is all of them.  Its result has them in the same order, all axes or those left.
-    """
-
-    def rule(params: dict[str, Any], arrays: Sequence[Any], results: Sequence[Any]) -> Rule:
-        (x,), (y,), dims = arrays, results, params[parameter]
-        dims = range(x.ndim) if dims is None else (dims,) if isinstance(dims, int) else dims
-        taken = {d % x.ndim for d in dims}
-        axes = [(f"shape_{i}",) for i in range(x.ndim)]
-        left = [axis for i, axis in enumerate(axes) if y.ndim == x.ndim or i not in taken]
-        free = frozenset(axes[i][0] for i in range(x.ndim) if i not in taken)
-        sizes = tuple((axes[i][0], x.shape[i]) for i in range(x.ndim))
-        return Rule((tuple(axes),), (tuple(left),), free, sizes)
-
-    return rule
 
 
 def written_results(note: Any) -> list[str | None]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._op import Precision
+from .._rules import aligned
 from ..numerics import wide
 from ..op_kind import FusedOps, OpKind
 from ..ops._extremes import attained, extreme
@@ -42,6 +43,7 @@ def rejects(x: Any, upstream: Any) -> str | None:
     family="Backward",
     precision=Precision(float32=2e-6),
     outputs=("dx",),
+    splits=aligned("", everywhere=True),
     rejects=rejects,
     matchable=False,
     examples=examples,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .._op import Precision
+from .._rules import aligned
 from ..numerics import wide
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
@@ -62,6 +63,7 @@ def summed(y: Array, table: Array) -> Array:
     precision=PRECISION,
     outputs=("dx", "dcos", "dsin"),
     rejects=rejects,
+    splits=aligned("s d", free="s"),
     matchable=False,
     examples=backward_examples,
 )
@@ -101,6 +103,7 @@ def rope_backward(
     precision=PRECISION,
     backward=rope_backward,
     rejects=rejects,
+    splits=aligned("s d", free="s"),
     matchable=False,  # rotate_half below is the body, with tables as people have them
     examples=examples,
 )

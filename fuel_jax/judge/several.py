@@ -72,7 +72,8 @@ class Split(NamedTuple):
             return []
         frozen = getattr(self.op, "frozen", ())
         names = [n for n in self.op.wrt if n not in frozen]
-        return [i for i, at in enumerate(self.present) if self.op.inputs[at] in names]
+        name = lambda at: self.op.inputs[0 if self.op.signature.variadic else at]
+        return [i for i, at in enumerate(self.present) if name(at) in names]
 
     def cotangents(self) -> list[Any]:
         """Of the results, where there are gradients."""
@@ -97,7 +98,7 @@ def splits(devices: int) -> list[Split]:
     """Every op, and every axis of its first example that may be split."""
     platform, found = _check.platform_here(), []
     for op in every():
-        if not op.by_parts or op.signature.variadic:
+        if not op.by_parts:
             continue
         dtypes = dtypes_of(op)
         dtype = "bfloat16" if "bfloat16" in dtypes else dtypes[0]
@@ -129,10 +130,12 @@ def stretched(
     """The example with that many times as much of a factor; of numbers every other part turned."""
     arrays, params = filled(op, example, dtype)
     rule = op.sharding(*arrays, **params)
-    names = [n for n in op.inputs if hasattr(example.get(n), "dtype")]
-    larger = dict(example)
-    for name, dims in zip(names, rule.operands, strict=True):
-        x = example[name]
+    variadic = op.signature.variadic
+    given = example[op.inputs[0]] if variadic else [example.get(n) for n in op.inputs]
+    present = [i for i, x in enumerate(given) if hasattr(x, "dtype")]
+    larger = list(given)
+    for i, dims in zip(present, rule.operands, strict=False):  # numbers come last
+        x = given[i]
         for axis in [i for i, factors in enumerate(dims) if factors[0] == factor]:
             if isinstance(x, jax.ShapeDtypeStruct):
                 shape = [n * devices if i == axis else n for i, n in enumerate(x.shape)]
@@ -140,8 +143,11 @@ def stretched(
             else:
                 turned = [np.flip(x, axis) if i % 2 else x for i in range(devices)]
                 x = np.concatenate(turned, axis)
-        larger[name] = x
-    return larger
+        larger[i] = x
+    params = {n: x for n, x in example.items() if n not in op.inputs}
+    params = rule.part(params, *(larger[i] for i in present))  # of the whole, of which it was one
+    named = {op.inputs[0]: larger} if variadic else dict(zip(op.inputs, larger, strict=True))
+    return {n: named[n] for n in op.inputs if n in example} | params
 
 
 # -- the rules ---------------------------------------------------------------------------------

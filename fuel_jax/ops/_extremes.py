@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from .._parts import split
-from .._sharding import along
+from .._rules import along
 from ..numerics import is_float, wide
 from ..types import Array
 

@@ -10,13 +10,15 @@ order is fixed, and then written once for each row.
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._parts import linear
+from .._rules import at_indices
 from ..numerics import is_float, zeros
 from ..types import Array
 from .reduce import lifted
@@ -38,7 +40,8 @@ def nothing(dtype: Any) -> Any:
 
 # -- which rows ----------------------------------------------------------------------------
 
-Rows = Callable[[tuple[int, ...], Array, int], tuple[tuple[int, ...], Array]]
+Shape = tuple[int, ...]
+Rows = Callable[[Shape, Array, int], tuple[Shape, Array]]
 
 
 def of_slices(shape: tuple[int, ...], indices: Array, dim: int) -> tuple[tuple[int, ...], Array]:
@@ -83,33 +86,82 @@ def is_exact(x: Any, indices: Any, *src: Any, dim: int) -> str | None:
 # -- reading and adding --------------------------------------------------------------------
 
 
+class Form(NamedTuple):
+    """How reading and adding are spelled: which rows, on which axis, and in what order; hashable.
+
+    Reading and adding to zeros are transposes of each other.
+    """
+
+    rows_of: Rows
+    dim: int
+    in_order: bool
+
+    def shape(self, x: Array, indices: Array) -> tuple[int, ...]:
+        """That of what is read of x."""
+        if self.rows_of is of_points:
+            return indices.shape
+        return (*x.shape[: self.dim], indices.size, *x.shape[self.dim + 1 :])
+
+    def read(self, x: Array, indices: Array, *, beyond: Any = 0) -> Array:
+        """x at the indices, ``beyond`` where there is nothing."""
+        matrix, rows = self.rows_of(x.shape, indices, self.dim)
+        at = x.reshape(matrix).at[rows]
+        found = at.get(mode="fill", fill_value=beyond, **AS_THEY_ARE)
+        return found.reshape(self.shape(x, indices))
+
+    def add(self, base: Array, indices: Array, src: Array) -> Array:
+        """base, and src added at the indices."""
+        matrix, rows = self.rows_of(base.shape, indices, self.dim)
+        v, s = base.reshape(matrix), src.reshape(rows.size, *matrix[1:])
+        if self.in_order:
+            return (v + sum_in_order(s, rows, len(v))).reshape(base.shape)
+        return v.at[rows].add(s, mode="drop", **AS_THEY_ARE).reshape(base.shape)
+
+    def linear(self, t: Array, indices: Array, base: Shape, src: Shape, adds: bool) -> Array:
+        """What is added to zeros, or read, of a tangent; either is the transpose of the other.
+
+        ``base`` and ``src`` are the shapes of the whole; axes on which they agree may be split.
+        """
+        kept = {i: n for i, (n, m) in enumerate(zip(base, src, strict=True)) if n != m}
+        kept[self.dim] = base[self.dim]
+
+        def add(s: Array, indices: Array) -> Array:
+            own = tuple(kept.get(i, n) for i, n in enumerate(s.shape))
+            return self.add(zeros(own, s), indices, s)
+
+        reads = lambda arrays, y: at_indices({"dim": self.dim}, arrays, (y,))
+        if adds:
+            rule = lambda arrays, y: reads((y, arrays[1]), arrays[0]).transposed
+            return linear(add, self.read, rule, t, indices)
+        return linear(self.read, add, reads, t, indices)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def take(x: Array, rows: Array, in_order: bool) -> Array:
-    """Rows of x.  The transpose adds in float32, and in order if asked to."""
-    return x.at[rows].get(mode="fill", fill_value=nothing(x.dtype), **AS_THEY_ARE)
+def read(x: Array, indices: Array, form: Form) -> Array:
+    """x at the indices.  The transpose adds in float32, and in order if the form does."""
+    return form.read(x, indices, beyond=nothing(x.dtype))
 
 
-@take.defjvp
-def take_jvp(in_order, primals, tangents):
+@read.defjvp
+def read_jvp(form, primals, tangents):
     """Linear in x; 0 where nothing is read."""
-    (x, rows), (t, _) = primals, tangents
-    v = lifted(t)
-    if in_order:  # reading, spelled as the transpose of adding: so that its transpose is adding
-        src = zeros((rows.size, *v.shape[1:]), v)
-        (t,) = jax.linear_transpose(lambda s: sum_in_order(s, rows, len(v)), src)(v)
-    else:
-        t = v.at[rows].get(mode="fill", fill_value=0, **AS_THEY_ARE)
-    return take(x, rows, in_order), t.astype(x.dtype)
+    (x, indices), (t, _) = primals, tangents
+    y = read(x, indices, form)
+    return y, form.linear(lifted(t), indices, x.shape, y.shape, adds=False).astype(x.dtype)
 
 
-def add(base: Array, rows: Array, src: Array, in_order: bool) -> Array:
-    """base, and src added to its rows."""
-    v, s = lifted(base), lifted(src)
-    if in_order:
-        total = v + sum_in_order(s, rows, len(v))
-    else:
-        total = v.at[rows].add(s, mode="drop", **AS_THEY_ARE)
-    return total.astype(base.dtype)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def added(base: Array, indices: Array, src: Array, form: Form) -> Array:
+    """base, and src added at the indices, in float32."""
+    return form.add(lifted(base), indices, lifted(src)).astype(base.dtype)
+
+
+@added.defjvp
+def added_jvp(form, primals, tangents):
+    """Linear in both."""
+    (base, indices, src), (t, _, s) = primals, tangents
+    more = form.linear(lifted(s), indices, base.shape, src.shape, adds=True)
+    return added(base, indices, src, form), (lifted(t) + more).astype(base.dtype)
 
 
 def sum_in_order(src: Array, rows: Array, count: int) -> Array:
@@ -139,25 +191,18 @@ def sum_in_order(src: Array, rows: Array, count: int) -> Array:
 def reading(rows_of: Rows, in_order: bool) -> Callable[..., Array]:
     """``index_select`` or ``gather`` by rows.  (Interpreting it is no different.)"""
 
-    def read(x: Array, indices: Array, *, dim: int, interpret: bool = False) -> Array:
-        dim %= x.ndim
-        shape = indices.shape
-        if rows_of is of_slices:
-            shape = (*x.shape[:dim], indices.size, *x.shape[dim + 1 :])
-        matrix, rows = rows_of(x.shape, indices, dim)
-        return take(x.reshape(matrix), rows, in_order).reshape(shape)
+    def by_rows(x: Array, indices: Array, *, dim: int, interpret: bool = False) -> Array:
+        return read(x, indices, Form(rows_of, dim % x.ndim, in_order))
 
-    return read
+    return by_rows
 
 
 def adding(rows_of: Rows, in_order: bool) -> Callable[..., Array]:
     """``index_add`` or ``scatter_add`` by rows.  (Interpreting it is no different.)"""
 
-    def write(
+    def by_rows(
         base: Array, indices: Array, src: Array, *, dim: int, interpret: bool = False
     ) -> Array:
-        matrix, rows = rows_of(base.shape, indices, dim % base.ndim)
-        src = src.reshape(rows.size, *matrix[1:])
-        return add(base.reshape(matrix), rows, src, in_order).reshape(base.shape)
+        return added(base, indices, src, Form(rows_of, dim % base.ndim, in_order))
 
-    return write
+    return by_rows

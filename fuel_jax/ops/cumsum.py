@@ -12,7 +12,7 @@ from pallas_kernels import cumsum as kernels
 from pallas_kernels._tiles import FULL, Tiles
 
 from .._parts import split
-from .._sharding import along
+from .._rules import along
 from ..numerics import is_float, lifted, zeros
 from ..op_kind import OpKind
 from ..registry import op

@@ -16,6 +16,8 @@ import numpy as np
 from jax import lax
 
 from .._op import Precision
+from .._parts import split
+from .._rules import at_indices
 from ..op_kind import OpKind
 from ..registry import op
 from ..types import Anything, Array, Indices, Numbers
@@ -199,6 +201,7 @@ def nonzero_examples() -> Iterator[dict[str, Any]]:
     precision=PRECISION,
     rejects=select_rejects,
     expects=expects,
+    splits=at_indices,
     examples=select_examples,
 )
 def index_select(x: Anything[Array, "*shape"], indices: Indices[Array, " n"], *, dim: int) -> Array:
@@ -226,6 +229,7 @@ def index_select(x: Anything[Array, "*shape"], indices: Indices[Array, " n"], *,
     precision=PRECISION,
     rejects=gather_rejects,
     expects=expects,
+    splits=at_indices,
     examples=gather_examples,
 )
 def gather(x: Anything[Array, "*shape"], indices: Indices[Array, "*points"], *, dim: int) -> Array:
@@ -257,6 +261,7 @@ def gather(x: Anything[Array, "*shape"], indices: Indices[Array, "*points"], *, 
     precision=PRECISION,
     rejects=index_add_rejects,
     expects=expects,
+    splits=at_indices,
     examples=add_examples,
 )
 def index_add(
@@ -289,6 +294,7 @@ def index_add(
     precision=PRECISION,
     rejects=scatter_add_rejects,
     expects=expects,
+    splits=at_indices,
     examples=scatter_examples,
 )
 def scatter_add(
@@ -313,7 +319,11 @@ def scatter_add(
         An array like ``base``.
     """
     dim %= base.ndim
-    return added(base, located(indices, base.shape[dim]), src, dim, points)
+    add = lambda base, indices, src: added(
+        base, located(indices, base.shape[dim]), src, dim, points
+    )
+    rule = lambda arrays, y: at_indices({"dim": dim}, arrays, (y,))
+    return split(add, add, rule)(base, indices, src)  # XLA would gather where it adds elements
 
 
 # -- as rows -------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from .._choose import describe
 from .._op import Op, P, Precision, R
-from .._sharding import along
+from .._rules import along
 from .._signature import shorten
 from ..numerics import is_float, wide
 from ..op_kind import OpKind as K
@@ -221,7 +221,13 @@ def concat_examples() -> Iterator[dict[str, Any]]:
     yield {"arrays": [example(3)], "dim": -1}
 
 
-@op(K.Concat, precision=EXACT, rejects=concat_rejects, examples=concat_examples)
+@op(
+    K.Concat,
+    precision=EXACT,
+    rejects=concat_rejects,
+    splits=along("dim"),
+    examples=concat_examples,
+)
 def concat(*arrays: Anything[Array, "..."], dim: int) -> Anything[Array, "..."]:
     """Arrays one after the other along an axis.
 

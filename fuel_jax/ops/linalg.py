@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from .._op import Precision
+from .._rules import aligned
 from ..numerics import is_float, product_precision
 from ..op_kind import OpKind as K
 from ..registry import op
@@ -41,7 +42,7 @@ def rejects(a: Any, b: Any) -> str | None:
     K.MatMul,
     precision=Precision(float32=2e-6),
     rejects=rejects,
-    splits="m n",
+    splits=aligned("m k", "k n", "m n", free="m n"),
     examples=examples,
 )
 def matmul(

@@ -9,7 +9,8 @@ from jax import lax
 
 from .._choose import describe
 from .._op import Precision
-from ..numerics import is_float, wide
+from .._rules import beside_margins
+from ..numerics import is_float, wide, zeros
 from ..op_kind import OpKind as K
 from ..registry import op
 from ..types import Anything, Array, Floats, Pairs
@@ -56,17 +57,17 @@ def pad_backward_rejects(upstream: Any, *, padding: Pairs, mode: Any) -> Any:
 
 
 def pad_examples() -> Iterator[dict[str, Any]]:
-    """A constant, a reflection, a repeated edge."""
+    """A constant, a reflection, a repeated edge beside an axis without margins."""
     yield {"x": example(2, 3), "padding": ((1, 0), (2, 1)), "mode": "constant", "value": -1.5}
     yield {"x": example(3, 4), "padding": ((2, 1), (0, 3)), "mode": "reflect"}
-    yield {"x": example(1, 4), "padding": ((2, 0), (1, 2)), "mode": "replicate"}
+    yield {"x": example(1, 2, 4), "padding": ((2, 0), (0, 0), (1, 2)), "mode": "replicate"}
 
 
 def pad_backward_examples() -> Iterator[dict[str, Any]]:
     """Margins cut off, folded back, summed."""
     for padding, mode in (
         (((2, 1), (0, 3)), "reflect"),
-        (((2, 1), (0, 3)), "constant"),
+        (((2, 1), (0, 0)), "constant"),
         (((4, 1), (1, 2)), "replicate"),
     ):
         yield {"upstream": example(6, 7), "padding": padding, "mode": mode}
@@ -96,7 +97,13 @@ def padded(x: Array, *, padding: Pairs, mode: str, value: Number) -> Array:
     return y.astype(x.dtype)
 
 
-@op(K.Pad, precision=EXACT, rejects=pad_rejects, examples=pad_examples)
+@op(
+    K.Pad,
+    precision=EXACT,
+    rejects=pad_rejects,
+    splits=beside_margins,
+    examples=pad_examples,
+)
 def pad(
     x: Anything[Array, "*shape"], *, padding: Pairs, mode: Mode = "constant", value: Number = 0
 ) -> Anything[Array, "*padded"]:
@@ -124,6 +131,7 @@ def pad(
     K.PadBackward,
     precision=Precision(float32=2e-6),
     rejects=pad_backward_rejects,
+    splits=beside_margins,
     examples=pad_backward_examples,
 )
 def pad_backward(
@@ -141,7 +149,7 @@ def pad_backward(
     Returns:
         The cotangent of the array before padding: extents ``n − before − after``.
     """
-    like = jax.ShapeDtypeStruct(inner(upstream.shape, padding), upstream.dtype)
+    like = zeros(inner(upstream.shape, padding), upstream)
     (dx,) = jax.linear_transpose(lambda x: padded(x, padding=padding, mode=mode, value=0), like)(
         upstream
     )

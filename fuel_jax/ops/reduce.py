@@ -13,7 +13,7 @@ from jax import lax
 from pallas_kernels import arg_extreme
 
 from .._op import Precision
-from .._sharding import along
+from .._rules import along, to_shape
 from ..numerics import lifted, wide
 from ..op_kind import OpKind
 from ..registry import op
@@ -184,7 +184,13 @@ def mean_reduce(x: Floats[Array, "*shape"], *, dims: Dims = None) -> Array:
     return (lax.reduce_sum(wide(x), axes) / n).astype(x.dtype)
 
 
-@op(OpKind.ReduceSumTo, precision=PRECISION, rejects=shape_rejects, examples=shape_examples)
+@op(
+    OpKind.ReduceSumTo,
+    precision=PRECISION,
+    rejects=shape_rejects,
+    splits=to_shape,
+    examples=shape_examples,
+)
 def reduce_sum_to(x: Numbers[Array, "*shape"], *, shape: Shape) -> Array:
     """Σ x over the axes along which ``shape`` would be broadcast to x: the gradient of that.
 
@@ -321,7 +327,13 @@ def min_reduce(x: Numbers[Array, "*shape"], *, dims: Dims = None) -> Array:
     return extreme(x, axes_of(x.ndim, dims), False)
 
 
-@op(OpKind.ReduceMaxTo, precision=PRECISION, rejects=shape_rejects, examples=shape_examples)
+@op(
+    OpKind.ReduceMaxTo,
+    precision=PRECISION,
+    rejects=shape_rejects,
+    splits=to_shape,
+    examples=shape_examples,
+)
 def reduce_max_to(x: Numbers[Array, "*shape"], *, shape: Shape) -> Array:
     """max x over the axes along which ``shape`` would be broadcast to x.
 

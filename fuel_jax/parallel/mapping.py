@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from .._choose import PIN
 from .._op import Op, P, R
+from .._parameters import Call
 from .._parts import summed
 from .._sharding import Rule
 from ..errors import ArgumentError
@@ -33,8 +35,6 @@ def sharded(op: Op[P, R], mesh: Mesh, specs: Sequence[PartitionSpec | None]) -> 
         ArgumentError: the op cannot be split so; when called.
     """
 
-    of_parts = cast(Callable[..., Any], op)
-
     def run(*args: Any, **kwargs: Any) -> Any:
         params, arrays = op._bind(args, kwargs)
         out = op.out(*args, **kwargs)
@@ -50,7 +50,8 @@ def sharded(op: Op[P, R], mesh: Mesh, specs: Sequence[PartitionSpec | None]) -> 
         def part(*parts: Any) -> list[Any]:
             it = iter(parts)
             whole = [None if x is None else next(it) for x in arrays]
-            return jax.tree.leaves(of_parts(*whole, **params))
+            call = Call.of(rule.part(params, *whole), PIN.value)
+            return jax.tree.leaves(op._jitted(call, *whole))
 
         mapped = jax.shard_map(
             summed(part, rule, split),
