@@ -81,24 +81,6 @@ def clipped(index: Array, low: int, high: int) -> Array:
 # -- the write -----------------------------------------------------------------------------
 
 
-@jax.custom_jvp
-def replaced(dest: Array, src: Array, at: Sequence[Any]) -> Array:
-    """``dest`` with ``src`` in it."""
-    return lax.dynamic_update_slice(dest, src, at)
-
-
-@replaced.defjvp
-def replaced_jvp(primals, tangents):
-    """That of the rest and that of the slab, apart.
-
-    JAX 0.12 forgets the layout of a slab when it transposes both at once (explicit mesh axes).
-    """
-    (dest, src, at), (t, s, _) = primals, tangents
-    rest = lax.dynamic_update_slice(t, jnp.zeros_like(s), at)
-    slab = lax.dynamic_update_slice(jnp.zeros_like(t), s, at)
-    return replaced(dest, src, at), rest + slab
-
-
 def written(
     dest: Array, src: Array, start: Any, axis: int, ranges: Ranges, ring: int | None = None
 ) -> Array:
@@ -123,7 +105,7 @@ def written(
         src = jnp.take(src, jnp.clip(row, 0, width - 1), axis, mode="clip", indices_are_sorted=True)
     is_new = jnp.expand_dims((row >= 0) & (row < width), [i for i in range(src.ndim) if i != axis])
     at[axis] = inside
-    return replaced(dest, jnp.where(is_new, src, old), at)
+    return lax.dynamic_update_slice(dest, jnp.where(is_new, src, old), at)
 
 
 # -- write_slice ---------------------------------------------------------------------------
@@ -196,7 +178,7 @@ def write_slice(
         ArgumentError: a range that is not in ``dest``, or not of the extent of ``src``.
     """
     if start is None or dyn_axis is None:
-        return replaced(dest, src, [first for first, _ in ranges])
+        return lax.dynamic_update_slice(dest, src, [first for first, _ in ranges])
     axis = dyn_axis % dest.ndim
     return written(dest, src, start, axis, ranges)
 
