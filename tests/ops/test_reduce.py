@@ -29,8 +29,8 @@ NUMPY = {sum_reduce: np.sum, mean_reduce: np.mean, max_reduce: np.max, min_reduc
 
 
 def slope(f, x, g=1.0):
-    """Gradient of g · Σ f."""
-    return jax.grad(lambda x: (g * f(x)).sum())(x)
+    """Gradient of g · Σ f, compiled as one program."""
+    return jax.jit(jax.grad(lambda x: (g * f(x)).sum()))(x)
 
 
 # -- axes ----------------------------------------------------------------------------------
@@ -39,9 +39,10 @@ def slope(f, x, g=1.0):
 @pytest.mark.parametrize("op", NUMPY, ids=lambda op: op.name)
 def test_every_choice_of_axes_is_numpy_s(op):
     x = np.random.default_rng(0).normal(size=(2, 3, 4))
-    for n in range(4):
-        for dims in itertools.combinations(range(3), n):
-            np.testing.assert_allclose(op(x, dims=dims), NUMPY[op](x, axis=dims), rtol=1e-14)
+    choices = [dims for n in range(4) for dims in itertools.combinations(range(3), n)]
+    ys = jax.jit(lambda x: [op(x, dims=dims) for dims in choices])(x)
+    for y, dims in zip(ys, choices, strict=True):
+        np.testing.assert_allclose(y, NUMPY[op](x, axis=dims), rtol=1e-14)
 
 
 def test_of_a_transposed_array_of_five_axes():
@@ -87,14 +88,20 @@ def test_long_sums_keep_their_promise(dims):
 def test_sums_over_leading_axes(shape):
     """Slice onto slice, and the slope of each element 1."""
     x = np.random.default_rng(0).normal(size=shape)
-    for n in range(1, len(shape)):
-        dims = tuple(range(n))
-        for op in (sum_reduce, mean_reduce):
-            np.testing.assert_allclose(op(x, dims=dims), NUMPY[op](x, axis=dims), rtol=1e-11)
-        to = (1,) * n + shape[n:]
-        np.testing.assert_allclose(reduce_sum_to(x, shape=to), x.sum(dims).reshape(to), rtol=1e-11)
-        dx = slope(lambda x, dims=dims: sum_reduce(x, dims=dims) ** 2 / 2, x)
-        np.testing.assert_allclose(dx, np.broadcast_to(x.sum(dims), shape), rtol=1e-11)
+    leading = [tuple(range(n)) for n in range(1, len(shape))]
+
+    def over(x, dims):
+        to = (1,) * len(dims) + shape[len(dims) :]
+        dx = slope(lambda x: sum_reduce(x, dims=dims) ** 2 / 2, x)
+        return sum_reduce(x, dims=dims), mean_reduce(x, dims=dims), reduce_sum_to(x, shape=to), dx
+
+    every = jax.jit(lambda x: [over(x, dims) for dims in leading])(x)
+    for dims, (total, mean, to, dx) in zip(leading, every, strict=True):
+        want = x.sum(dims)
+        np.testing.assert_allclose(total, want, rtol=1e-11)
+        np.testing.assert_allclose(mean, x.mean(dims), rtol=1e-11)
+        np.testing.assert_allclose(to, x.sum(dims, keepdims=True), rtol=1e-11)
+        np.testing.assert_allclose(dx, np.broadcast_to(want, shape), rtol=1e-11)
 
 
 def test_integers_are_summed_in_their_own_dtype_and_wrap():
@@ -132,14 +139,20 @@ def test_nan_wins_wherever_it_stands(n, dtype):
     x = rng.normal(size=(min(n, 64), n))
     at = rng.permutation(n)[: len(x)]
     x[np.arange(len(x)), at] = nan
-    x = jnp.asarray(x).astype(dtype)
-    for y, dim in ((x, 1), (x.T, 0)):
-        for extreme, arg in ((max_reduce, argmax_dim), (min_reduce, argmin_dim)):
-            both = lambda y, f=extreme, g=arg, dim=dim: (f(y, dims=dim), g(y, dim=dim))
-            highest, where = compiled(both)(y)
-            assert jnp.isnan(highest).all()
-            np.testing.assert_array_equal(where, at)
-    assert jnp.isnan(compiled(lambda x: reduce_max_to(x, shape=(len(x), 1)))(x)).all()
+    x = x.astype(jnp.dtype(dtype))
+    kinds = ((max_reduce, argmax_dim), (min_reduce, argmin_dim))
+    both = lambda y, dim: [(f(y, dims=dim), g(y, dim=dim)) for f, g in kinds]
+    rows = compiled(lambda x: [*both(x, 1), (reduce_max_to(x, shape=(len(x), 1)), at)])(x)
+    for highest, where in rows + compiled(lambda x: both(x, 0))(x.T):
+        assert np.isnan(np.asarray(highest, "float32")).all()
+        np.testing.assert_array_equal(where, at)
+
+
+EXTREMES = {  # compiled once for both signs
+    dims: compiled(lambda z, dims=dims: (max_reduce(z, dims=dims), min_reduce(z, dims=dims)))
+    for dims in (1, 0, (0, 2))
+}
+POSITIONS = jax.jit(lambda y: (argmax_dim(y, dim=1), argmin_dim(y, dim=1)))
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -149,22 +162,23 @@ def test_nan_of_either_sign_wins(dtype, sign):
     x = np.zeros((3, 700))
     x[:, 1], x[:, 2] = inf, -inf
     x[1, 600] = np.copysign(nan, sign)
-    y = jnp.asarray(x).astype(dtype)
-    for op, end in ((max_reduce, inf), (min_reduce, -inf)):
-        for dims, z in ((1, y), (0, y.T), ((0, 2), y.T.reshape(70, 10, 3).swapaxes(1, 2))):
-            got = compiled(lambda z, op=op, dims=dims: op(z, dims=dims))(z)
-            np.testing.assert_array_equal(got.astype("float32"), [end, nan, end])
-    np.testing.assert_array_equal(argmax_dim(y, dim=1), [1, 600, 1])
-    np.testing.assert_array_equal(argmin_dim(y, dim=1), [2, 600, 2])
+    y = x.astype(jnp.dtype(dtype))
+    for dims, z in ((1, y), (0, y.T), ((0, 2), y.T.reshape(70, 10, 3).swapaxes(1, 2))):
+        for got, end in zip(EXTREMES[dims](z), (inf, -inf), strict=True):
+            np.testing.assert_array_equal(np.asarray(got, "float32"), [end, nan, end])
+    top, bottom = POSITIONS(y)
+    np.testing.assert_array_equal(top, [1, 600, 1])
+    np.testing.assert_array_equal(bottom, [2, 600, 2])
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64"])
 def test_extremes_of_integers_in_long_rows(dtype):
     ends = np.iinfo(dtype)
     x = np.random.default_rng(0).integers(ends.min, ends.max, (5, 700), dtype, endpoint=True)
-    for dim in (0, 1):
-        np.testing.assert_array_equal(max_reduce(jnp.asarray(x), dims=dim), x.max(dim))
-        np.testing.assert_array_equal(min_reduce(jnp.asarray(x), dims=dim), x.min(dim))
+    ends = jax.jit(lambda x: [(max_reduce(x, dims=d), min_reduce(x, dims=d)) for d in (0, 1)])
+    for dim, (top, bottom) in enumerate(ends(x)):
+        np.testing.assert_array_equal(top, x.max(dim))
+        np.testing.assert_array_equal(bottom, x.min(dim))
 
 
 def test_infinities_and_signed_zeros():
@@ -181,10 +195,11 @@ def test_extremes_of_nothing():
     np.testing.assert_array_equal(min_reduce(x, dims=1), [inf, inf])
     np.testing.assert_array_equal(reduce_max_to(x, shape=(2, 1)), [[-inf], [-inf]])
     assert max_reduce(x, dims=0).shape == (0,)
-    for dtype in ("int8", "uint8", "int32", "uint32", "int64"):
-        none = jnp.zeros((0,), dtype)
-        assert max_reduce(none) == np.iinfo(dtype).min
-        assert min_reduce(none) == np.iinfo(dtype).max
+    integers = ("int8", "uint8", "int32", "uint32", "int64")
+    ends = jax.jit(lambda xs: [(max_reduce(x), min_reduce(x)) for x in xs])
+    for top, bottom in ends([np.zeros(0, dtype) for dtype in integers]):
+        limits = np.iinfo(top.dtype)
+        assert (top, bottom) == (limits.min, limits.max)
 
 
 def test_integer_extremes_start_from_no_float():
@@ -202,8 +217,8 @@ def test_ties_share_the_gradient_equally(dtype):
     want = jnp.array([[0, 4, 4, 0], [2, 2, 2, 2], [4, 4, 0, 0]], dtype)
     tall = lambda x: reduce_max_to(x, shape=(3, 1))
     top, bottom = (lambda x, op=op: op(x, dims=1) for op in (max_reduce, min_reduce))
-    for f, at in ((top, x), (bottom, -x), (tall, x)):
-        dx = slope(f, at, 8)
+    every = jax.jit(lambda x: [slope(f, at, 8) for f, at in ((top, x), (bottom, -x), (tall, x))])
+    for dx in every(x):
         np.testing.assert_array_equal(dx, want)
         assert dx.dtype == x.dtype
 
@@ -227,7 +242,8 @@ def test_a_window_holding_nan_has_no_derivative_its_neighbours_have(op):
     at = 2 if op is max_reduce else 1
     want = np.array([[nan] * 3, np.eye(3)[at]])
     np.testing.assert_array_equal(slope(lambda x: op(x, dims=1), x), want)
-    _, dy = jax.jvp(lambda x: op(x, dims=1), (x,), (jnp.ones_like(x),))
+    ahead = jax.jit(lambda x, t: jax.jvp(lambda x: op(x, dims=1), (x,), (t,)))
+    _, dy = ahead(x, np.ones((2, 3)))
     np.testing.assert_array_equal(dy, [nan, 1])
 
 
@@ -258,9 +274,10 @@ def test_integers_do_not_stand_in_the_way_of_a_gradient():
 )  # fmt: skip
 def test_reducing_to_a_shape_is_the_transpose_of_broadcasting(shape, target):
     x = np.random.default_rng(0).normal(size=shape)
-    want = jax.linear_transpose(lambda y: jnp.broadcast_to(y, shape), jnp.zeros(target))(x)[0]
-    np.testing.assert_allclose(reduce_sum_to(x, shape=target), want, rtol=1e-14)
-    top = reduce_max_to(x, shape=target)
+    spread = jax.linear_transpose(lambda y: jnp.broadcast_to(y, shape), np.zeros(target))
+    to = lambda x: (*spread(x), reduce_sum_to(x, shape=target), reduce_max_to(x, shape=target))
+    want, total, top = map(np.asarray, jax.jit(to)(x))
+    np.testing.assert_allclose(total, want, rtol=1e-14)
     assert top.shape == target
     assert (top >= x).all()
     assert np.isin(top, x).all()
@@ -291,13 +308,12 @@ def test_doubles_are_compared_as_doubles():
 def test_positions_are_numpy_s(shape, dtype):
     """Long axes and short ones, with ties: whichever implementation serves."""
     x = np.random.default_rng(0).integers(0, 100, shape)
-    for dim in range(len(shape)):
-        got = argmax_dim(jnp.asarray(x).astype(dtype), dim=dim)
-        assert got.dtype == jnp.uint32
-        np.testing.assert_array_equal(got, x.argmax(dim))
-        np.testing.assert_array_equal(
-            argmin_dim(jnp.asarray(x).astype(dtype), dim=dim), x.argmin(dim)
-        )
+    dims = range(len(shape))
+    every = jax.jit(lambda x: [(argmax_dim(x, dim=d), argmin_dim(x, dim=d)) for d in dims])
+    for dim, (top, bottom) in enumerate(every(x.astype(jnp.dtype(dtype)))):
+        assert top.dtype == jnp.uint32
+        np.testing.assert_array_equal(top, x.argmax(dim))
+        np.testing.assert_array_equal(bottom, x.argmin(dim))
 
 
 def test_the_position_is_that_of_the_extreme():
@@ -348,16 +364,22 @@ def test_a_running_sum_of_nothing():
     assert cumsum(jnp.zeros((0, 2)), dim=1).shape == (0, 2)
 
 
+def there_and_back(x):
+    """Running sums along rows, and their gradient for the cotangent x."""
+    run = lambda x: cumsum(x, dim=1)
+    return run(x), slope(run, jnp.zeros_like(x), x)
+
+
+THERE_AND_BACK = compiled(there_and_back)
+
+
 @pytest.mark.parametrize("n", [17, 33, 272, 4099])
 def test_running_sums_of_rows_in_blocks(n):
     """More than one level of blocks, whole ones and begun ones; the gradient from the other end."""
     x = np.random.default_rng(n).normal(size=(3, n)).astype(np.float32)
-    y = np.asarray(compiled(lambda x: cumsum(x, dim=1))(x))
+    y, back = map(np.asarray, THERE_AND_BACK(x))
     want = np.cumsum(x, 1, np.float64)
     assert np.abs(y - want).max() < cumsum.precision.float32 * np.abs(want).max()
-    back = np.asarray(
-        compiled(lambda x: slope(lambda x: cumsum(x, dim=1), jnp.zeros_like(x), x))(x)
-    )
     want = np.cumsum(x[:, ::-1], 1, np.float64)[:, ::-1]
     assert np.abs(back - want).max() < cumsum.precision.float32 * np.abs(want).max()
 
@@ -366,14 +388,12 @@ def test_running_sums_of_rows_in_blocks(n):
 def test_what_is_not_finite_stays_in_its_place_across_blocks(bad):
     x = np.ones((2, 600), np.float32)
     x[0, 350] = bad
-    run = compiled(lambda x: cumsum(x, dim=1))
-    y = np.asarray(run(x))
+    y, dx = map(np.asarray, THERE_AND_BACK(x))
     np.testing.assert_array_equal(y[1], np.arange(1, 601))
     np.testing.assert_array_equal(y[0, :350], np.arange(1, 351))
     np.testing.assert_array_equal(y[0, 350:], np.full(250, bad))
-    dx = compiled(lambda x: slope(lambda x: cumsum(x, dim=1), jnp.zeros_like(x), x))(x)
-    np.testing.assert_array_equal(np.asarray(dx)[0, :351], np.full(351, bad))
-    np.testing.assert_array_equal(np.asarray(dx)[0, 351:], np.arange(249, 0, -1))
+    np.testing.assert_array_equal(dx[0, :351], np.full(351, bad))
+    np.testing.assert_array_equal(dx[0, 351:], np.arange(249, 0, -1))
 
 
 def test_a_running_sum_is_batched_and_differentiated_forward_and_twice():
