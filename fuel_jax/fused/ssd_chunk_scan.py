@@ -160,6 +160,15 @@ def by_group(x: Array, axis: int, groups: int) -> Array:
     return x.reshape(*x.shape[:axis], groups, heads // max(groups, 1), *x.shape[axis + 1 :])
 
 
+def steps_at_once(length: int, chunk_size: int) -> int:
+    """The fewest whole chunks of 32 steps or more that tile the sequence, if 256 are enough.
+
+    A state is rounded after each: where states grow, 16,384 chunks of 4 lose a digit to that.
+    """
+    sizes = range(chunk_size, 257, chunk_size)
+    return next((size for size in sizes if size >= 32 and length % size == 0), chunk_size)
+
+
 def chunks(x: Array, dt: Array, b: Array, c: Array, size: int) -> Chunk:
     """Every chunk, in order, along the first axis."""
     groups = b.shape[2]
@@ -223,9 +232,10 @@ def ssd_chunk_scan_backward(
         The cotangents of ``x``, ``dt``, ``a``, ``b``, ``c`` and ``initial_state``.
     """
     groups = b.shape[2]
+    size = steps_at_once(x.shape[1], chunk_size)
     decay = by_group(wide(a), 0, groups)
-    given = chunks(x, dt, b, c, chunk_size)
-    g = by_chunk(by_group(upstream, 2, groups), chunk_size, 2)
+    given = chunks(x, dt, b, c, size)
+    g = by_chunk(by_group(upstream, 2, groups), size, 2)
 
     def edge(h, chunk):
         return state_after(h, decay, chunk), h
@@ -282,6 +292,7 @@ def ssd_chunk_scan(
         c: output projection, ``[batch, l, g, n]``.
         initial_state: H before the first step, ``[batch, h, p, n]``; zero when None.
         chunk_size: steps taken at once; divides l.  It changes speed and memory, not the result.
+            (Of less than 32 several are taken at once.)
 
     Returns:
         The pair ``(y, last_state)``: ``[batch, l, h, p]`` in the dtype of ``x``, and H after the
@@ -298,7 +309,7 @@ def ssd_chunk_scan(
     last, y = lax.scan(
         lambda h, chunk: causal_step(h, decay, chunk),
         state_by_group(initial_state, x, b),
-        chunks(x, dt, b, c, chunk_size),
+        chunks(x, dt, b, c, steps_at_once(x.shape[1], chunk_size)),
     )
     return along_sequence(y, 2).reshape(x.shape).astype(x.dtype), state_by_head(last)
 
