@@ -247,7 +247,9 @@ def choose(
         kernel, run = choice.kernel, functools.partial(choice.kernel.run, **params, **cut)
         split: Callable[..., Any] = lambda run: run
         if over_devices is not None:
-            split = functools.partial(over_devices, plain=kernel is kernels[-1])
+            interpreted = kernel.name == pin and kernel.platforms and kernel.interpretable
+            plain = kernel is kernels[-1]
+            split = functools.partial(over_devices, plain=plain, interpreted=bool(interpreted))
         branches |= {platform: split(run) for platform in choice.serves}
         if kernel.name == pin and not choice.serves:
             given = ", ".join(map(describe, avals))

@@ -33,6 +33,7 @@ def split(
     part: Callable[..., Any],
     rule_of: Callable[..., Rule],
     plain: bool = False,
+    interpreted: bool = False,
 ) -> Callable[..., Any]:
     """``run``, such that every device computes its own part where the operands are split.
 
@@ -41,6 +42,7 @@ def split(
         part: what serves a part, which is smaller.
         rule_of: the rule, of the arrays and what comes of them.
         plain: whether it is ``jax.numpy``, which XLA splits where no type says how.
+        interpreted: whether a kernel may be interpreted.
     """
 
     def over_devices(*arrays: Any) -> Any:
@@ -62,7 +64,7 @@ def split(
         part_of = functools.partial(present, part)
         if explicit:
             out = jax.eval_shape(run, *abstract(arrays))
-            found = by_shard_map(part_of, rule_of(arrays, out), mesh, given)
+            found = by_shard_map(part_of, rule_of(arrays, out), mesh, not interpreted, given)
         else:
             from jax.extend.core import jaxpr_as_fun  # 20 ms, of all of Pallas
 
@@ -91,7 +93,7 @@ def splitting(splits: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         @functools.wraps(f)
         def run(*arrays: P.args, **params: P.kwargs) -> R:
             whole = functools.partial(f, **params)
-            return split(whole, whole, rule)(*arrays)
+            return split(whole, whole, rule, interpreted=params.get("interpret", False))(*arrays)
 
         return run
 
@@ -164,9 +166,17 @@ def summed(part: Callable[..., list[Any]], rule: Rule, split: Split) -> Callable
 
 
 def by_shard_map(
-    part: Callable[..., list[Any]], rule: Rule, mesh: Any, arrays: Sequence[Any]
+    part: Callable[..., list[Any]],
+    rule: Rule,
+    mesh: Any,
+    checked: bool,
+    arrays: Sequence[Any],
 ) -> list[Any]:
-    """Where types say how arrays are laid out."""
+    """Where types say how arrays are laid out.
+
+    ``checked`` is whether JAX checks what varies over which devices.  It cannot where a kernel is
+    interpreted, and then sums gradients over mesh axes that split nothing, too.
+    """
 
     def mapped(*arrays: Any) -> list[Any]:
         split = rule.split(mesh, [jax.typeof(x).sharding.spec for x in arrays])
@@ -178,16 +188,22 @@ def by_shard_map(
         results = rule.specs(rule.results, split)
         run = summed(part, rule, split)
         specs = {"in_specs": tuple(operands), "out_specs": results}
-        # Unchecked: JAX cannot where a kernel is interpreted, and a derivative in the part would
-        # come summed already.
-        return jax.shard_map(run, mesh=mesh, **specs, check_vma=False)(*given)
+        varied = lambda *xs: run(*(vary_over(x, split) for x in xs))
+        return jax.shard_map(varied, mesh=mesh, **specs, check_vma=checked)(*given)
 
     def wider(which: list[bool], size: int, *arrays: Any) -> list[Any]:
         axes = [0 if b else None for b in which]
         every = jax.vmap(part, in_axes=axes)
-        return by_shard_map(every, rule.batched(which, size), mesh, arrays)
+        return by_shard_map(every, rule.batched(which, size), mesh, checked, arrays)
 
     return mapping(mapped, wider, mapped)(*arrays)
+
+
+def vary_over(x: Any, split: Split) -> Any:
+    """``x``, one of each device's own: a derivative in a part is that part's."""
+    axes = frozenset(axis for axes in split.values() for axis in axes)
+    new = tuple(axes - jax.typeof(x).manual_axis_type.varying)
+    return lax.pcast(x, new, to="varying") if new else x
 
 
 def by_partitioner(
