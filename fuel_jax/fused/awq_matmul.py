@@ -154,6 +154,8 @@ def awq_matmul_backward(
 ) -> Floats[Array, "*batch m k"]:
     """Gradient of :func:`awq_matmul`:  upstream @ W.
 
+    W is decoded some rows at a time: of a large one no dense copy is held.
+
     Args:
         upstream: the cotangent of the result, ``[*batch, m, n]``.
         weight: the forward's codes.

@@ -153,6 +153,8 @@ def nf4_matmul_backward(
 ) -> Floats[Array, "*batch m k"]:
     """Gradient of :func:`nf4_matmul`:  upstream @ W.
 
+    W is decoded some rows at a time: of a large one no dense copy is held.
+
     Args:
         upstream: the cotangent of the result, ``[*batch, m, n]``.
         w_packed: the forward's codes.

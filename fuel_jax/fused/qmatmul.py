@@ -161,6 +161,8 @@ def qmatmul_backward(
 ) -> Wide[Array, "*batch m k"]:
     """Gradient of :func:`qmatmul`:  upstream @ W.
 
+    W is decoded some rows at a time: of a large one no dense copy is held.
+
     Args:
         upstream: the cotangent of the result, ``[*batch, m, n]``.
         w_q_bytes: the forward's weight.
