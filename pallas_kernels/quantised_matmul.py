@@ -10,9 +10,10 @@ from ._tiles import Tiles
 from .quantised import Packing
 
 
-def refuses(*arrays: Any) -> str | None:
-    """Why these kernels cannot serve the arrays, or None."""
-    return unavailable(*arrays)
+def refuses(x: Any, n: int, k: int, *weight: Any) -> str | None:
+    """Why these kernels cannot serve the arrays, in either direction, or None."""
+    result = jax.ShapeDtypeStruct((rows_of(x), max(n, k)), x.dtype)
+    return unavailable(x, result, *weight)
 
 
 def refuses_groups(size: int) -> str | None:

@@ -297,7 +297,9 @@ def refuses_triton(
     activations: Any, weight: Any, zeros: Any, scales: Any, *, group_size: int, split_k_iters: int
 ) -> Any:
     """Groups that are no tiles of words."""
-    return kernels.refuses(activations, weight, zeros, scales) or kernels.refuses_groups(group_size)
+    n, words = weight.shape
+    cannot = kernels.refuses(activations, n, 8 * words, weight, zeros, scales)
+    return cannot or kernels.refuses_groups(group_size)
 
 
 def declines_triton(

@@ -301,9 +301,11 @@ def refuses_triton(
     activations: Any, w_packed: Any, absmax: Any, *, block_size: int, low_nibble_first: bool
 ) -> str | None:
     """Rows that are no words, blocks that are no tiles of words."""
-    if w_packed.shape[1] % 4:
-        return f"rows of {w_packed.shape[1]} bytes are not whole words"
-    return kernels.refuses(activations, w_packed, absmax) or kernels.refuses_groups(block_size)
+    n, half_k = w_packed.shape
+    if half_k % 4:
+        return f"rows of {half_k} bytes are not whole words"
+    cannot = kernels.refuses(activations, n, 2 * half_k, w_packed, absmax)
+    return cannot or kernels.refuses_groups(block_size)
 
 
 def declines_triton(

@@ -273,7 +273,7 @@ NOT_YET_RUN = ("Q3K", "Q5K")
 
 def refuses_triton(a: Any, w_q_bytes: Any, *, quant_type: Any, k: int, n: int) -> str | None:
     """Streams whose bytes are not counted in 32 bits."""
-    return kernels.refuses(a, w_q_bytes) or kernels.refuses_bytes(w_q_bytes)
+    return kernels.refuses(a, n, k, w_q_bytes) or kernels.refuses_bytes(w_q_bytes)
 
 
 def declines_triton(a: Any, w_q_bytes: Any, *, quant_type: Any, k: int, n: int) -> str | None:

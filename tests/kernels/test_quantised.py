@@ -173,6 +173,7 @@ def test_lowers(name, m, dtype):
         ("Q6K", 8, 4096, 14336, "float32", None),
         ("Q6K", 9, 4096, 14336, "float32", "gathered for few"),
         ("nf4", 1, 4096, 14336, "float64", "float64 is left to XLA"),
+        ("nf4", 2**18, 1024, 8192, "float16", "2³¹ elements and more"),
     ],
 )
 def test_choice(name, m, k, n, dtype, reason):
