@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,25 @@ from ._launch import cdiv, launch, like, power_of_two, program_id
 from ._rows import counted
 
 
+def span_of_rows(
+    start: Any, keys: int, length: Any, sizes: Sizes, size: int, rules: Rules, ragged: bool
+) -> Span:
+    """Blocks of ``size`` rows that see some of so many keys; ``ragged``: lengths differ."""
+    end, shift = start + keys, length - sizes.sq
+    none, all_rows = jnp.int32(0), jnp.int32(sizes.sq)
+    some, every = [none, jnp.where(start < length, all_rows, 0)], [none, all_rows]
+    if rules.right is not None:
+        some[0], every[0] = start - rules.right - shift, end - 1 - rules.right - shift
+    if rules.left is not None:
+        some[1] = jnp.minimum(some[1], end + rules.left - shift)
+        every[1] = jnp.minimum(all_rows, start + rules.left - shift + 1)
+    every[1] = jnp.where(end <= length, every[1], 0)
+    # Rows beyond the last weigh nothing: a block that holds some is whole if all others see it.
+    every[1] = jnp.where(every[1] == sizes.sq, cdiv(sizes.sq, size) * size, every[1])
+    after = ragged or rules.left is not None or sizes.sk % keys != 0
+    return Span.of(tuple(some), tuple(every), size, rules.right is not None, after)
+
+
 def key_gradients_kernel(
     q_ref: Any,
     k_ref: Any,
@@ -73,20 +92,7 @@ def key_gradients_kernel(
     length, _ = length_of(lengths, sequence, sizes)
     keys, shift = start + counted(tile.keys), length - sizes.sq
     k, v = (block(ref, (sequence, key_head), keys) for ref in (k_ref, v_ref))
-    end = start + tile.keys
-    none, all_rows = jnp.int32(0), jnp.int32(sizes.sq)
-    some, every = [none, jnp.where(start < length, all_rows, 0)], [none, all_rows]
-    if rules.right is not None:
-        some[0], every[0] = start - rules.right - shift, end - 1 - rules.right - shift
-    if rules.left is not None:
-        some[1] = jnp.minimum(some[1], end + rules.left - shift)
-        every[1] = jnp.minimum(all_rows, start + rules.left - shift + 1)
-    every[1] = jnp.where(end <= length, every[1], 0)
-    # Rows beyond the last weigh nothing: a block that holds some is whole if all others see it.
-    whole_to = jnp.where(every[1] == sizes.sq, cdiv(sizes.sq, tile.rows) * tile.rows, every[1])
-    after = lengths is not None or rules.left is not None or sizes.sk % tile.keys != 0
-    every[1] = whole_to
-    span = Span.of(tuple(some), tuple(every), tile.rows, rules.right is not None, after)
+    span = span_of_rows(start, tile.keys, length, sizes, tile.rows, rules, lengths is not None)
 
     def step(masked: bool, head: Any, slope: Any) -> Callable[..., Any]:
         def over(i: Any, carry: Any) -> Any:
@@ -200,6 +206,75 @@ def bent(ds: jax.Array, x: Score) -> jax.Array:
     return ds if x.bend is None else ds * x.bend
 
 
+def marked_kernel(*refs: Any, kernel: Callable[..., None], results: int, **task: Any) -> None:
+    """A kernel in the blocks that are marked; in the others what was there stays."""
+    marks_ref, mine = refs[-1 - results], tuple(map(program_id, (2, 1, 0)))
+    again = lambda: kernel(*refs[: -1 - 2 * results], *refs[-results:], **task)
+    lax.cond(marks_ref[mine] > 0, again, lambda: None)
+
+
+class Launch(NamedTuple):
+    """What the launches of a call have in common."""
+
+    sizes: Sizes
+    rules: Rules
+    interpret: bool = False
+
+    def run(
+        self,
+        kernel: Callable[..., None],
+        name: str,
+        operands: tuple[Any, ...],
+        *,
+        out: tuple[Any, ...],
+        tile: Tile,
+        blocks: tuple[int, int],
+        marks: jax.Array | None = None,
+    ) -> tuple[Any, ...]:
+        """A kernel on all blocks of all heads.
+
+        Args:
+            kernel: which.
+            name: as profiles show it.
+            operands: of the kernel.
+            out: what its results are like; with ``marks``, the results themselves so far.
+            tile: what a program works on.
+            blocks: of a head, and heads.
+            marks: of which blocks the results are replaced, ``[b, heads, blocks]``; None is all.
+        """
+        task = {"sizes": self.sizes, "tile": tile, "rules": self.rules}
+        how: dict[str, Any] = {"warps": tile.warps, "stages": tile.stages}
+        how |= {"grid": (*blocks, self.sizes.b), "interpret": self.interpret}
+        if marks is None:
+            return launch(functools.partial(kernel, **task), name, out=out, **how)(*operands)
+        task |= {"kernel": kernel, "results": len(out)}
+        place, there = sum(x is not None for x in operands), [x for x in out if x is not None]
+        how |= {"aliases": {place + i: i for i in range(len(there))}}
+        like_them = tuple(None if x is None else like(x) for x in out)
+        run = launch(functools.partial(marked_kernel, **task), f"{name}_mend", out=like_them, **how)
+        return run(*operands, *out, marks)
+
+    def of_queries(self, operands: tuple[Any, ...], tile: Tile, **how: Any) -> tuple[Any, ...]:
+        """(dq, dslopes, Σ p · dp)."""
+        blocks = cdiv(self.sizes.sq, tile.rows), self.sizes.h
+        if "marks" in how:
+            how["marks"] = how["marks"][..., ::-1]  # the last rows come first
+        name = "attention_query_gradients"
+        return self.run(query_gradients_kernel, name, operands, tile=tile, blocks=blocks, **how)
+
+    def of_keys(self, operands: tuple[Any, ...], tile: Tile, **how: Any) -> tuple[Any, ...]:
+        """(dk, dv)."""
+        blocks = cdiv(self.sizes.sk, tile.keys), self.sizes.hk
+        name = "attention_key_gradients"
+        return self.run(key_gradients_kernel, name, operands, tile=tile, blocks=blocks, **how)
+
+
+def delta_of(o: jax.Array, g: jax.Array, dlse: jax.Array | None) -> jax.Array:
+    """Σ p · dp over the keys of a row: the sum over columns of what they made."""
+    delta = jnp.sum(o.astype(jnp.float32) * g.astype(jnp.float32), axis=-1)
+    return delta if dlse is None else delta - dlse
+
+
 def gradients(
     q: jax.Array,
     k: jax.Array,
@@ -235,32 +310,10 @@ def gradients(
         whole: ``o`` and ``lse`` are of these keys; if they are of more, slopes add up to something.
         interpret: run without a GPU.
     """
-    sizes = Sizes.of(q, k)
-    # Σ p · dp over the keys of a row: the sum over columns of what they made.
-    delta = jnp.sum(o.astype(jnp.float32) * g.astype(jnp.float32), axis=-1)
-    if dlse is not None:
-        delta = delta - dlse
-
-    def run(kernel: Callable[..., None], name: str, out: Any, tile: Tile, *grid: int) -> Any:
-        return launch(
-            functools.partial(kernel, sizes=sizes, tile=tile, rules=rules),
-            name,
-            out=out,
-            grid=(*grid, sizes.b),
-            warps=tile.warps,
-            stages=tile.stages,
-            interpret=interpret,
-        )
-
-    n_keys, n_rows = cdiv(sizes.sk, of_keys.keys), cdiv(sizes.sq, of_queries.rows)
+    run, delta = Launch(Sizes.of(q, k), rules, interpret), delta_of(o, g, dlse)
     out = like(q), None if slopes is None else like(lse), like(lse) if whole else None
-    of_rows = run(
-        query_gradients_kernel, "attention_query_gradients", out, of_queries, n_rows, sizes.h
-    )
-    dq, dslopes, exact = of_rows(q, k, v, g, lse, delta, dlse, slopes, lengths)
-    out = like(k), like(v)
-    of_columns = run(
-        key_gradients_kernel, "attention_key_gradients", out, of_keys, n_keys, sizes.hk
-    )
-    dk, dv = of_columns(q, k, v, g, lse, exact if whole else delta, slopes, lengths)
+    operands = q, k, v, g, lse, delta, dlse, slopes, lengths
+    dq, dslopes, exact = run.of_queries(operands, of_queries, out=out)
+    operands = q, k, v, g, lse, exact if whole else delta, slopes, lengths
+    dk, dv = run.of_keys(operands, of_keys, out=(like(k), like(v)))
     return dq, dk, dv, dslopes

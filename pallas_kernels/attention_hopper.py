@@ -20,38 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ._attention import Rules, Sizes, Span, Tile, length_of, level_of, scored
-from ._launch import LOG2_E, cdiv, dynamic_slice, exp2, like, mosaic, warpgroups
+from ._hopper import GROUPS, REGISTERS, Copies, barriers, matrices, places, slope_of, slots, spread
+from ._launch import cdiv, dynamic_slice, exp2, like, mosaic, warpgroups
 from .attention import LN_2, mended, width_of
-
-GROUPS = 2  # that compute; one more copies
-REGISTERS = 240, 24  # of a thread that computes, and of one that copies
-
-
-class Copies(NamedTuple):
-    """Blocks of keys or values on their way: memory, and who waits for whom."""
-
-    blocks: Any
-    ready: Any
-    free: Any
-
-    def start(self, source: Any, at: tuple[Any, ...], slot: Any) -> None:
-        """Fetch a block; what is beyond the end is 0."""
-        target, ready = self.blocks.at[slot], self.ready.at[slot]
-        mosaic().copy_gmem_to_smem(source.at[at], target, ready)
-
-    def wait(self, slot: Any) -> Any:
-        """The block, once it is there."""
-        mosaic().barrier_wait(self.ready.at[slot])
-        return self.blocks.at[slot]
-
-    def release(self, slot: Any) -> None:
-        """Done with it."""
-        mosaic().barrier_arrive(self.free.at[slot])
-
-    def replace(self, source: Any, at: tuple[Any, ...], slot: Any) -> None:
-        """Fetch another one when both groups are done with that."""
-        mosaic().barrier_wait(self.free.at[slot])
-        self.start(source, at, slot)
 
 
 class Scratch(NamedTuple):
@@ -68,21 +39,14 @@ def with_scratch(run: Callable[[Scratch], None], q_ref: Any, tile: Tile) -> None
     """Run with memory and barriers that the groups share."""
     from jax.experimental import pallas
 
-    gpu, width = mosaic(), q_ref.shape[-1]
-    transforms = gpu.TilingTransform((8, 64)), gpu.SwizzleTransform(128)
-    matrices = lambda *shape: gpu.SMEM((*shape, width), q_ref.dtype, transforms=transforms)
-    barriers = lambda arrivals, n: gpu.Barrier(num_arrivals=arrivals, num_barriers=n)
-    blocks = (
-        matrices(tile.stages, tile.keys),
-        barriers(1, tile.stages),
-        barriers(GROUPS, tile.stages),
-    )
+    width, memory = q_ref.shape[-1], functools.partial(matrices, q_ref.dtype)
+    blocks = slots(tile.stages, memory, tile.keys, width)
     pallas.run_scoped(
         lambda rows, numbers, arrived, k, v: run(
             Scratch(rows, numbers, arrived, Copies(*k), Copies(*v))
         ),
-        matrices(GROUPS, tile.rows),
-        gpu.SMEM((GROUPS, 2, tile.rows), jnp.float32),
+        memory(GROUPS, tile.rows, width),
+        mosaic().SMEM((GROUPS, 2, tile.rows), jnp.float32),
         barriers(1, GROUPS),
         blocks,
         blocks,
@@ -110,23 +74,17 @@ class Group(NamedTuple):
     rules: Rules
     tile: Tile
 
-    def over_keys(self, x: jax.Array, width: int) -> jax.Array:
-        """One number a row, along the row."""
-        return lax.broadcast_in_dim(x, (self.tile.rows, width), [0])
-
     def scores(self, into: Any, keys: Any) -> None:
         """Start q kᵀ."""
         mosaic().wgmma(into, self.scratch.rows.at[self.me], keys.transpose((1, 0)))
 
     def weigh(self, s: jax.Array, j: Any, top: jax.Array, masked: bool) -> tuple[jax.Array, ...]:
         """Weights of block ``j``, what the older ones shrink by, and the new maximum."""
-        gpu, shape = mosaic(), s.shape
-        index = lambda axis: gpu.broadcasted_iota(jnp.int32, shape, axis, layout=gpu.Layout.WGMMA)
-        at, key = index(0) + self.position, index(1) + j * self.tile.keys
+        at, key = places(s.shape, self.position, j * self.tile.keys)
         x = scored(s, at, key, self.slope, self.length, self.rules, masked)
         new = jnp.maximum(top, jnp.max(x.s, axis=1) * x.unit)
         level = level_of(new) if masked else new
-        return x.weights(self.over_keys(level, shape[1])), exp2(top - level), new
+        return x.weights(spread(level, s.shape)), exp2(top - level), new
 
     def start(self, j: Any, masked: bool) -> State:
         """The first block's weights."""
@@ -170,7 +128,7 @@ class Group(NamedTuple):
             scratch.values.wait(slot)
             o = gpu.wgmma_accumulator_load(result, wait_n=0)
             scratch.values.release(before)
-            o = o * self.over_keys(keep, o.shape[1])
+            o = o * spread(keep, o.shape)
             return State(o, p.astype(scratch.rows.dtype), top, total)
 
         shapes = ((tile.rows, tile.keys), state.o.shape)
@@ -184,7 +142,7 @@ class Group(NamedTuple):
         last = lambda result: gpu.wgmma(result, state.weights, values)
         o = pallas.run_state(last)(gpu.ACC.init(state.o))
         divisor = jnp.where(state.total == 0, 1.0, state.total)
-        o = o * self.over_keys(1 / divisor, o.shape[1])
+        o = o * spread(1 / divisor, o.shape)
         return o, state.top * LN_2 + jnp.log(divisor)
 
 
@@ -210,8 +168,8 @@ def attend_kernel(*refs: Any, sizes: Sizes, tile: Tile, rules: Rules) -> None:
         at = (sequence, head, dynamic_slice(start + me * tile.rows, tile.rows))
         gpu.copy_gmem_to_smem(q_ref.at[at], mine, scratch.arrived.at[me])
         gpu.barrier_wait(scratch.arrived.at[me])
-        slope = None if slopes is None else slopes[head].astype(jnp.float32) * LOG2_E
-        group = Group(me, low + me * tile.rows, slope, length, scratch, rules, tile)
+        its = low + me * tile.rows, slope_of(slopes, head), length
+        group = Group(me, *its, scratch, rules, tile)
 
         def over(masked: bool) -> Callable[[Any, State], State]:
             return lambda j, state: group.step(j, slot_of(j), slot_of(j - 1), state, masked)

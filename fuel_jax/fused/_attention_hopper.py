@@ -1,4 +1,4 @@
-"""The attention kernel for Hopper GPUs with the op's signature, and where it serves.
+"""The attention kernels for Hopper GPUs with the ops' signatures, and where they serve.
 
 Measured on an H200; docs/performance has the numbers.
 """
@@ -6,14 +6,21 @@ Measured on an H200; docs/performance has the numbers.
 from __future__ import annotations
 
 from pallas_kernels._attention import Tile
+from pallas_kernels._hopper import GROUPS
 from pallas_kernels._launch import not_hopper
-from pallas_kernels.attention_hopper import GROUPS, attend
+from pallas_kernels.attention_hopper import attend
+from pallas_kernels.attention_hopper_gradients import gradients
 
 from . import _attention_triton as triton
 
 ROWS = 64  # of a group of warps: one product of tensor cores
 WIDTHS = (64, 128, 192, 256)
-KEYS = {64: 128, 128: 128, 256: 64}  # by the width of a head, up to; as many as fit, twice
+WARPS = 4 * GROUPS
+
+# By the width of a head, up to: as many keys as fit, twice.
+FORWARD = {n: Tile(ROWS, keys, WARPS, 2) for n, keys in ((64, 128), (128, 128), (256, 64))}
+OF_KEYS = {64: Tile(64, ROWS, WARPS, 3), 128: Tile(64, ROWS, WARPS, 2)}
+OF_QUERIES = {64: Tile(ROWS, 128, WARPS, 3), 128: Tile(ROWS, 64, WARPS, 4)}
 
 
 def refuses(q, k, v, *operands, **params) -> str | None:
@@ -26,6 +33,13 @@ def refuses(q, k, v, *operands, **params) -> str | None:
     if q.shape[2] % 8 or k.shape[2] % 8:
         return f"rows are copied by the eight, not {q.shape[2]} queries of {k.shape[2]} keys"
     return not_hopper()
+
+
+def refuses_gradient(q, k, v, *operands, **params) -> str | None:
+    """What the kernels of the gradient cannot do."""
+    if q.shape[-1] not in OF_KEYS:
+        return f"sums for keys and values {q.shape[-1]} wide do not fit into registers"
+    return refuses(q, k, v)
 
 
 def declines(q, k, v, *operands, **params) -> str | None:
@@ -44,7 +58,21 @@ def forward(q, k, v, alibi, k_len, *, return_lse, **params):
     o, lse = attend(
         *(q, k, v, alibi, triton.lengths_of(k_len, b, sk)),
         rules=triton.rules_of(q, sk, **params),
-        tile=Tile(ROWS, triton.by_width(KEYS, d), 4 * GROUPS, 2),
+        tile=triton.by_width(FORWARD, d),
         mending=triton.by_width(triton.FORWARD, d),
     )
     return (o, lse) if return_lse else o
+
+
+def backward(q, k, v, o, lse, do, dlse, alibi, k_len, **params):
+    """``flash_attn_backward``."""
+    b, sk, d = len(q), k.shape[2], q.shape[-1]
+    dq, dk, dv, dslopes = gradients(
+        *(q, k, v, o, lse, do, dlse, alibi, triton.lengths_of(k_len, b, sk)),
+        rules=triton.rules_of(q, sk, **params),
+        of_keys=OF_KEYS[d],
+        of_queries=OF_QUERIES[d],
+        mending=(triton.by_width(triton.KEYS, d), triton.by_width(triton.QUERIES, d)),
+        whole=not triton.OF_MORE.value,
+    )
+    return dq, dk, dv, None if dslopes is None else dslopes.sum((0, 2)).astype(alibi.dtype)

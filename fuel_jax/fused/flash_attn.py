@@ -403,6 +403,8 @@ flash_attn.kernel("mosaic", **hopper_only)(hopper.forward)
 theirs: dict[str, Any] = cuda | {"refuses": cudnn.refuses, "declines": cudnn.declines}
 flash_attn.kernel("cudnn", **theirs)(cudnn.forward)
 flash_attn.kernel("triton", **cuda, tiles=tiles.forward)(triton.forward)
+hopper_only |= {"refuses": hopper.refuses_gradient}
+flash_attn_backward.kernel("mosaic", **hopper_only)(hopper.backward)
 flash_attn_backward.kernel("triton", **cuda, tiles=tiles.backward)(triton.backward)
 # On the CPU chunks pay sooner, but not in the gradient: at [8, 256, 64] they take 1.25 of the time.
 limits: dict[str, Any] = {"refuses": chunked.refuses, "declines": chunked.declines_on_cpu}

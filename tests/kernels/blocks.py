@@ -81,7 +81,9 @@ def launch(kernel, name, *, out, grid, aliases=None, **how):
         given = [None if x is None else Memory(np.asarray(x)) for x in operands]
         outs = out if isinstance(out, tuple) else (out,)
         present = [x for x in given if x is not None]
-        outs = [present[next(iter(aliases))].array.copy() if aliases else x for x in outs]
+        for place, i in (aliases or {}).items():
+            at = [j for j, x in enumerate(outs) if x is not None][i]
+            outs = (*outs[:at], present[place].array.copy(), *outs[at + 1 :])
         results = [None if x is None else Memory(x, np.zeros(x.shape, bool)) for x in outs]
         for here.place in itertools.product(*map(range, grid)):
             kernel(*given, *results)

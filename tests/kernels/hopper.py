@@ -13,7 +13,13 @@ import jax
 import jax.experimental.pallas
 import numpy as np
 
-from pallas_kernels import _launch, attention_hopper
+from pallas_kernels import (
+    _hopper,
+    _launch,
+    attention_hopper,
+    attention_hopper_gradients,
+    attention_hopper_keys,
+)
 
 from . import blocks
 
@@ -103,7 +109,8 @@ class Sums:
 
 
 def read(x):
-    return np.array(x.array if isinstance(x, Memory) else x, np.float32)
+    """In float64: the sum of a product does not depend on which operand comes first, as on chip."""
+    return np.array(x.array if isinstance(x, Memory) else x, np.float64)
 
 
 def multiply(into, a, b):
@@ -118,7 +125,7 @@ def load(sums, *, wait_n):
         np.testing.assert_array_equal(read(a), a_then)
         np.testing.assert_array_equal(read(b), b_then)
         with np.errstate(invalid="ignore"):
-            into.value = into.value + a_then @ b_then
+            into.value = (into.value + a_then @ b_then).astype(np.float32)
     assert all(into is not sums for into, *_ in here.products), "read while it is summed up"
     return sums.value
 
@@ -177,6 +184,7 @@ GPU = types.SimpleNamespace(
     SwizzleTransform=lambda width: None,
     Layout=types.SimpleNamespace(WGMMA=types.SimpleNamespace(reduce=lambda axis: None)),
     layout_cast=lambda x, layout: x,
+    load=lambda x, layout: x[...],
     broadcasted_iota=lambda dtype, shape, axis, layout: np.indices(shape, dtype)[axis],
     barrier_wait=lambda barrier: barrier[0].wait(barrier[1]),
     barrier_arrive=lambda barrier: barrier[0].arrive(barrier[1]),
@@ -225,7 +233,9 @@ LAX = types.SimpleNamespace(
     **vars(blocks.LAX),
     axis_index=lambda name: np.int32(here.place[name]),
     rem=lambda a, b: np.int32(int(a) % int(b)),  # of what is not negative
-    broadcast_in_dim=lambda x, shape, along: np.broadcast_to(x[:, None], shape),
+    broadcast_in_dim=lambda x, shape, along: np.broadcast_to(
+        np.expand_dims(x, 1 - along[0]), shape
+    ),
     optimization_barrier=lambda xs: xs,
 )
 NAMES = {"jnp": np, "lax": LAX, "mosaic": lambda: GPU, "warpgroups": warpgroups}
@@ -234,10 +244,12 @@ NAMES |= {"dynamic_slice": Span, "like": blocks.like}
 
 @contextlib.contextmanager
 def simulated(monkeypatch):
-    """Attention's kernel for Hopper runs here, and that for blocks which mends its result."""
+    """Attention's kernels for Hopper run here, and those for blocks which mend their results."""
     with monkeypatch.context() as m, blocks.simulated(m):
-        for name, its in NAMES.items():
-            m.setattr(attention_hopper, name, its)
+        kernels = attention_hopper, attention_hopper_gradients, attention_hopper_keys
+        for module in (_hopper, *kernels):
+            for name in NAMES.keys() & vars(module).keys():
+                m.setattr(module, name, NAMES[name])
         m.setattr(jax.experimental.pallas, "run_scoped", run_scoped)
         m.setattr(jax.experimental.pallas, "run_state", run_state)
         yield

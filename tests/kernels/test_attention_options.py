@@ -16,7 +16,12 @@ import numpy as np
 import pytest
 
 from fuel_jax.fused import _attention_triton as triton
-from pallas_kernels import attention, attention_gradients, attention_hopper
+from pallas_kernels import (
+    attention,
+    attention_gradients,
+    attention_hopper,
+    attention_hopper_gradients,
+)
 from pallas_kernels._attention import Tile
 
 from . import blocks, hopper
@@ -151,23 +156,28 @@ def errors(case, got):
     yield "lse", off, FLOAT32 * max(least["lse"].max(initial=1), np.abs(case.ahead).max())
 
 
-def by_blocks(case):
-    """The kernels for blocks, with their gradients; keys that nobody sees hold anything."""
+def both(case, attend, gradients, forward, backward):
+    """Results and gradients; keys that nobody sees hold anything."""
     x, sk = case.arrays, case.seen.shape[-1]
     unseen, empty = ~case.seen.any((1, 2))[:, None, :, None], ~case.seen.any(-1)
     k, v = (np.where(unseen, x[n].dtype.type(case.how["bad"]), x[n]) for n in ("k", "v"))
-    how = {n: case.how[n] for n in ("parts", "packed")} | {"tile": TILE}
     rules = triton.rules_of(x["q"], sk, **case.params)
-    o, lse = attention.attend(x["q"], k, v, x["alibi"], case.lengths, rules=rules, **how)
+    o, lse = attend(x["q"], k, v, x["alibi"], case.lengths, rules=rules, **forward)
     # Nor does what is asked of rows that see nothing say anything.
     do = np.where(empty[..., None], x["do"].dtype.type(np.nan), x["do"])
     dlse = None if x["dlse"] is None else np.where(empty, np.float32(np.nan), x["dlse"])
-    dq, dk, dv, dslopes = attention_gradients.gradients(
-        *(x["q"], k, v, o, lse, do, dlse, x["alibi"], case.lengths),
-        **{"rules": rules, "of_keys": TILE, "of_queries": TILE},
+    dq, dk, dv, dslopes = gradients(
+        *(x["q"], k, v, o, lse, do, dlse, x["alibi"], case.lengths), rules=rules, **backward
     )
     got = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     return got if dslopes is None else got | {"dslopes": dslopes.sum((0, 2))}
+
+
+def by_blocks(case):
+    """The kernels for blocks."""
+    how = {n: case.how[n] for n in ("parts", "packed")} | {"tile": TILE}
+    tiles = {"of_keys": TILE, "of_queries": TILE}
+    return both(case, attention.attend, attention_gradients.gradients, how, tiles)
 
 
 def by_pages(case):
@@ -193,14 +203,12 @@ def by_pages(case):
 
 
 def by_hopper(case):
-    """Hopper's kernel; keys that nobody sees hold anything."""
-    x, sk = case.arrays, case.seen.shape[-1]
-    unseen = ~case.seen.any((1, 2))[:, None, :, None]
-    k, v = (np.where(unseen, x[n].dtype.type(case.how["bad"]), x[n]) for n in ("k", "v"))
-    how = {"tile": Tile(64, 64, 8, 2), "mending": Tile(32, 32, 1, 1)}
-    rules = triton.rules_of(x["q"], sk, **case.params)
-    o, lse = attention_hopper.attend(x["q"], k, v, x["alibi"], case.lengths, rules=rules, **how)
-    return {"o": o, "lse": lse}
+    """Hopper's kernels."""
+    tile, mending = Tile(64, 64, 8, 2), Tile(32, 32, 1, 1)
+    backward = {"of_keys": tile, "of_queries": tile, "mending": (mending, mending)}
+    gradients = attention_hopper_gradients.gradients
+    forward = {"tile": tile, "mending": mending}
+    return both(case, attention_hopper.attend, gradients, forward, backward)
 
 
 BY = {"blocks": by_blocks, "pages": by_pages, "hopper": by_hopper}

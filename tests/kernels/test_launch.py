@@ -93,6 +93,22 @@ def test_hoppers_attention_lowers(width, options):
     assert ("fuel_attention_mend" in text) == bool(options)
 
 
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("options", [{}, EVERY], ids=["plain", "everything"])
+def test_hoppers_gradients_lower(width, options):
+    q, k = (jax.ShapeDtypeStruct((2, h, 504, width), "bfloat16") for h in (4, 2))
+    alibi, k_len = jax.ShapeDtypeStruct((4,), "bfloat16"), jax.ShapeDtypeStruct((2,), "int32")
+
+    def gradient(q, k, v, do, *more):
+        f = lambda q, k, v: fuel_jax.flash_attn.using("mosaic")(q, k, v, *more, **options)
+        return jax.vjp(f, q, k, v)[1](do)
+
+    text = lowered(gradient, q, k, k, q, *((alibi, k_len) if options else ()))
+    for part in ("hopper_query_gradients", "hopper_key_gradients", "query_gradients_mend"):
+        assert f"fuel_attention_{part}" in text
+    assert ("fuel_attention_key_gradients_mend" in text) == bool(options)
+
+
 def test_paged_attention_lowers():
     q, pages = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((64, 32, 1, 128), (9999, 16, 8, 128)))
     table, lens = (jax.ShapeDtypeStruct(s, "uint32") for s in ((64, 256), (64,)))

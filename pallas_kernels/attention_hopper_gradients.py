@@ -1,0 +1,298 @@
+"""The gradients of attention on Hopper's own units, compiled by Mosaic.
+
+grid      blocks of rows × heads × sequences, rows fastest: neighbours read the same keys
+bound by  tensor cores, three products of each score, and arithmetic, as much
+
+These are the queries'; :mod:`.attention_hopper_keys` has the keys'.  As in :mod:`.attention_hopper`
+two groups of four warps have 64 rows each, and a third one copies keys and values for both.
+
+What rounding the result did to the slopes of a row is known when they are summed up, and the keys'
+gradients are without it, as in :mod:`.attention_gradients`; but no row of a product can look up the
+key it weighs most here.  Blocks of rows to which it matters are computed again by that module's
+kernels, and so are those that hidden values spoiled.  It matters where the row's own rounding is
+less than that of the others is on average: where nearly all weight is on one key.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._attention import Rules, Sizes, Span, Tile, base_of, length_of, scored
+from ._hopper import (
+    GROUPS,
+    REGISTERS,
+    Copies,
+    barriers,
+    matrices,
+    numbers_of,
+    places,
+    products,
+    slope_of,
+    slots,
+    spread,
+    zeros,
+)
+from ._launch import cdiv, dynamic_slice, like, mosaic, warpgroups
+from .attention_gradients import Launch, bent, delta_of
+from .attention_hopper_keys import key_gradients_kernel
+
+# How much slopes may add up to, of what they are together in a row on average, both as roots of
+# squares.  Rounding the result leaves 0.6 of half a unit in the last place of 1 (0.4 if all of a
+# row's weights were exact), and rounding the slopes does as much as that to the gradient.
+LOST = {"bfloat16": 2.5 * 2.0**-8, "float16": 2.5 * 2.0**-11}
+
+
+class Sums(NamedTuple):
+    """Over the keys of each row."""
+
+    slopes: Any  # Σ ds, 0 but for rounding
+    squares: Any
+    bent: Any  # Σ ds · distance, if distance has a slope
+    reach: Any  # Σ p · distance
+
+    def plus(self, other: Sums) -> Sums:
+        """Both."""
+        return jax.tree.map(jnp.add, self, other)
+
+
+class Queries(NamedTuple):
+    """The rows of a group of warps."""
+
+    q: Any
+    g: Any
+    level: Any  # log-sum-exp, in powers of 2
+    less: Any  # − Σ p · dp, which the products for slopes start at
+    position: Any  # of the first one among the keys
+    slope: Any
+    length: Any
+    keys: Copies
+    values: Copies
+    rules: Rules
+    tile: Tile
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of a block of scores."""
+        return self.tile.rows, self.tile.keys
+
+    def start(self, scores: Any, slopes: Any, slot: Any) -> tuple[Any, Any]:
+        """Start q kᵀ and g vᵀ − Σ p · dp, once keys and values are there."""
+        k, v = self.keys.wait(slot), self.values.wait(slot)
+        slopes[...] = spread(self.less, self.shape)
+        mosaic().wgmma(scores, self.q, k.transpose((1, 0)))
+        mosaic().wgmma(slopes, self.g, v.transpose((1, 0)))
+        return scores, slopes
+
+    def bend(self, s: Any, dp: Callable[[], Any], j: Any, masked: bool) -> tuple[Any, Sums]:
+        """Slopes of the products of block ``j``, and their sums."""
+        at, key = places(self.shape, self.position, j * self.tile.keys)
+        x = scored(s, at, key, self.slope, self.length, self.rules, masked)
+        p = x.weights(spread(self.level, self.shape))
+        ds = p * dp()
+        if masked:
+            ds = jnp.where(x.seen, ds, 0.0)
+        far = None if self.slope is None else jnp.abs(at - key).astype(jnp.float32)
+        by_row = lambda y: jnp.sum(y, axis=1)
+        reach = (None, None) if far is None else (by_row(ds * far), by_row(p * far))
+        return bent(ds, x), Sums(by_row(ds), by_row(ds * ds), *reach)
+
+    def first(self, j: Any, masked: bool) -> tuple[Any, Any, Sums]:
+        """dq so far, which is 0, the first block's slopes in halves, and their sums."""
+
+        def both(scores: Any, slopes: Any) -> tuple[Any, Sums]:
+            self.start(scores, slopes, 0)
+            s = mosaic().wgmma_accumulator_load(scores, wait_n=1)
+            dp = lambda: mosaic().wgmma_accumulator_load(slopes, wait_n=0)
+            return self.bend(s, dp, j, masked)
+
+        ds, sums = products(both, self.shape, self.shape)
+        self.values.release(0)
+        return zeros(self.tile.rows, self.q.shape[-1]), ds.astype(self.q.dtype), sums
+
+    def step(self, j: Any, slot: Any, before: Any, carry: Any, masked: bool) -> Any:
+        """The slopes of block ``j``, while those of the block before meet its keys."""
+        gpu, (dq, ds, sums) = mosaic(), carry
+        old = self.keys.blocks.at[before]
+
+        def three(scores: Any, slopes: Any, result: Any) -> Any:
+            result[...] = dq
+            self.start(scores, slopes, slot)
+            gpu.wgmma(result, ds, old)
+            s = gpu.wgmma_accumulator_load(scores, wait_n=2)
+            dp = lambda: gpu.wgmma_accumulator_load(slopes, wait_n=1)
+            # The compiler moves nothing across a loop, and to wait is one: this stays above.
+            new, more = lax.optimization_barrier(self.bend(s, dp, j, masked))
+            self.values.release(slot)
+            total = gpu.wgmma_accumulator_load(result, wait_n=0)
+            self.keys.release(before)
+            return total, new.astype(self.q.dtype), sums.plus(more)
+
+        return products(three, self.shape, self.shape, dq.shape)
+
+    def last(self, carry: Any, slot: Any) -> tuple[Any, Sums]:
+        """dq and the sums."""
+        from jax.experimental import pallas
+
+        dq, ds, sums = carry
+        keys = self.keys.blocks.at[slot]
+        multiply = lambda result: mosaic().wgmma(result, ds, keys)
+        dq = pallas.run_state(multiply)(mosaic().ACC.init(dq)) * self.rules.scale
+        wrong = jnp.sum(dq - dq, axis=1)  # 0 for what is finite, else NaN
+        return dq, sums._replace(squares=sums.squares + wrong)
+
+
+def query_gradients_kernel(*refs: Any, sizes: Sizes, tile: Tile, rules: Rules) -> None:
+    """Blocks of rows: what the keys they see say of them, and of the slope of distance."""
+    from jax.experimental import pallas
+
+    q_ref, k_ref, v_ref, g_ref, lse_ref, less_ref, slopes, lengths, dq_ref, *sum_refs = refs
+    gpu, per_program = mosaic(), GROUPS * tile.rows
+    sequence, head, i, me = (lax.axis_index(x) for x in ("sequence", "head", "rows", "group"))
+    start = (cdiv(sizes.sq, per_program) - 1 - i) * per_program  # under causality the last do most
+    length, _ = length_of(lengths, sequence, sizes)
+    low = start + length - sizes.sq
+    high = jnp.minimum(low + per_program, length) - 1
+    span = Span.seen(low, high, length, sizes.sk, tile.keys, rules, lengths is not None)
+    # A first block is always met, though nobody see it.
+    first = jnp.minimum(span.first, (sizes.sk - 1) // tile.keys)
+    whole, edge, last = (jnp.maximum(x, first + 1) for x in (span.whole, span.edge, span.last))
+    span = span._replace(first=first + 1, whole=whole, edge=edge, last=last)
+    slot_of = lambda j: lax.rem(j - first, jnp.int32(tile.stages))
+
+    def compute(rows: Any, numbers: Any, arrived: Any, keys: Copies, values: Copies) -> None:
+        gpu.set_max_registers(REGISTERS[0], action="increase")
+        q, g = rows.at[0, me], rows.at[1, me]
+        at = sequence, head, dynamic_slice(start + me * tile.rows, tile.rows)
+        operands = (
+            (q_ref, q),
+            (g_ref, g),
+            (lse_ref, numbers.at[me, 0]),
+            (less_ref, numbers.at[me, 1]),
+        )
+        for source, target in operands:
+            gpu.copy_gmem_to_smem(source.at[at], target, arrived.at[me])
+            gpu.barrier_wait(arrived.at[me])
+        lse, less = (numbers_of(numbers.at[me, n], 1) for n in (0, 1))
+        place = low + me * tile.rows, slope_of(slopes, head), length
+        group = Queries(q, g, base_of(lse), less, *place, keys, values, rules, tile)
+
+        def over(masked: bool) -> Callable[..., Any]:
+            return lambda j, carry: group.step(j, slot_of(j), slot_of(j - 1), carry, masked)
+
+        carry = span.over(over, group.first(first, span.before or span.after))
+        dq, sums = group.last(carry, slot_of(span.last - 1))
+        q[...] = dq.astype(q.dtype)
+        for n, x in enumerate(sums):
+            if x is not None:
+                numbers.at[me, n][...] = x
+        gpu.commit_smem()
+        gpu.copy_smem_to_gmem(q, dq_ref.at[at])
+        for n, ref in enumerate(sum_refs):
+            if ref is not None:
+                gpu.copy_smem_to_gmem(numbers.at[me, n], ref.at[at])
+        gpu.wait_smem_to_gmem(0)
+
+    def copy(keys: Copies, values: Copies) -> None:
+        gpu.set_max_registers(REGISTERS[1], action="decrease")
+        both = (keys, k_ref), (values, v_ref)
+        key_head = lax.div(head, jnp.int32(sizes.group))
+        at = lambda j: (sequence, key_head, dynamic_slice(j * tile.keys, tile.keys))
+
+        def begin(t: int) -> None:
+            for copies, ref in both:
+                copies.start(ref, at(first + t), t)
+
+        def go_on(j: Any, _: None) -> None:
+            for copies, ref in reversed(both):  # values are done with first
+                copies.replace(ref, at(j), slot_of(j))
+
+        for t in range(tile.stages):
+            lax.cond(first + t < span.last, functools.partial(begin, t), lambda: None)
+        lax.fori_loop(first + tile.stages, span.last, go_on, None)
+
+    def run(rows: Any, numbers: Any, arrived: Any, k: Any, v: Any) -> None:
+        keys, values = Copies(*k), Copies(*v)
+        work = lambda: compute(rows, numbers, arrived, keys, values)
+        lax.cond(me < GROUPS, work, lambda: copy(keys, values))
+
+    width, memory = q_ref.shape[-1], functools.partial(matrices, q_ref.dtype)
+    blocks = slots(tile.stages, memory, tile.keys, width)
+    rows, numbers = memory(2, GROUPS, tile.rows, width), (GROUPS, len(sum_refs), tile.rows)
+    scratch = rows, gpu.SMEM(numbers, jnp.float32), barriers(1, GROUPS), blocks, blocks
+    pallas.run_scoped(run, *scratch, collective_axes="group")
+
+
+def marks_of(rows: jax.Array, size: int) -> jax.Array:
+    """Which blocks of ``size`` hold a row that is marked."""
+    n = rows.shape[-1]
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -n % size)))
+    return rows.reshape(*rows.shape[:2], -1, size).any(-1).astype(jnp.int32)
+
+
+def gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    o: jax.Array,
+    lse: jax.Array,
+    g: jax.Array,
+    dlse: jax.Array | None,
+    slopes: jax.Array | None,
+    lengths: jax.Array | None,
+    *,
+    rules: Rules,
+    of_keys: Tile,
+    of_queries: Tile,
+    mending: tuple[Tile, Tile],
+    whole: bool = True,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """What :func:`.attention_gradients.gradients` computes, for heads whose width is 64 or 128.
+
+    Values are as wide as keys.  A group has 64 keys, or rows; ``mending`` are the tiles of that
+    function's kernels, of keys and of queries, which compute some blocks again.
+    """
+    sizes, delta = Sizes.of(q, k), delta_of(o, g, dlse)
+    task = {"sizes": sizes, "rules": rules}
+
+    def run(kernel: Any, name: str, operands: Any, out: Any, tile: Tile, **grid: int) -> Any:
+        kernel = functools.partial(kernel, tile=tile, **task)
+        grid = {"sequence": sizes.b} | grid
+        return warpgroups(kernel, name, out=out, grid=grid, groups=GROUPS + 1)(*operands)
+
+    n = cdiv(sizes.sq, GROUPS * of_queries.rows)
+    numbers = like(lse, (sizes.b, sizes.h, n * GROUPS * of_queries.rows))
+    some = None if slopes is None else numbers
+    name, out = "attention_hopper_query_gradients", (like(q), numbers, numbers, some, some)
+    operands = q, k, v, g, lse, -delta, slopes, lengths
+    dq, *sums = run(query_gradients_kernel, name, operands, out, of_queries, head=sizes.h, rows=n)
+    sums = Sums(*(None if x is None else x[..., : sizes.sq] for x in sums))
+    sound, again = jnp.isfinite(sums.squares), Launch(sizes, rules)
+    marked, (of_columns, of_rows) = ~sound, mending
+    dslopes = None if slopes is None else -sums.bent
+    if whole:
+        lost = sums.slopes if dlse is None else sums.slopes - dlse
+        delta = delta + lost
+        typical = jnp.sqrt(jnp.mean(jnp.where(sound, sums.squares, 0)))
+        marked |= jnp.abs(lost) > typical * LOST[q.dtype.name]
+        if dslopes is not None:
+            dslopes += jnp.where(sums.reach == 0, 0, lost * sums.reach)
+    operands = q, k, v, g, lse, delta, None, slopes, lengths
+    marks = marks_of(marked, of_rows.rows)
+    dq, dslopes, _ = again.of_queries(operands, of_rows, out=(dq, dslopes, None), marks=marks)
+    n = cdiv(sizes.sk, GROUPS * of_keys.keys)
+    leaks = rules.left is not None or rules.right is not None or lengths is not None
+    numbers = like(lse, (sizes.b, sizes.hk, n * GROUPS * of_keys.keys)) if leaks else None
+    name, out = "attention_hopper_key_gradients", (like(k), like(v), numbers)
+    operands = q, k, v, g, lse, -delta, slopes, lengths
+    dk, dv, wrong = run(key_gradients_kernel, name, operands, out, of_keys, head=sizes.hk, keys=n)
+    if wrong is not None:
+        operands = q, k, v, g, lse, delta, slopes, lengths
+        marks = marks_of(jnp.isnan(wrong[..., : sizes.sk]), of_columns.keys)
+        dk, dv = again.of_keys(operands, of_columns, out=(dk, dv), marks=marks)
+    return dq, dk, dv, dslopes
