@@ -33,8 +33,7 @@ from ._attention import Places, Rules
 ROWS = 256  # queries of a block, over all heads that share a key head
 ROWS_SEEING_ALL = 512  # the same where no range of keys depends on the block
 SPANS = 8  # ranges of keys; the program grows with their number,
-SPANS_BACK = 4  # and that of a backward pass is twice as long
-SPANS_SAVING = 6  # of a forward pass that a backward one follows: both are compiled
+SPANS_BACK = 4  # and that of a backward pass is twice as long; of a forward pass before it, too
 DENSE_BYTES = 4 << 20  # scores up to this size are left to the dense form
 DENSE_BYTES_CPU = 256 << 10  # [2, 4, 128, 32], causal: 0.85 of the dense form's time
 
@@ -360,7 +359,7 @@ def forward(q, k, v, alibi, k_len, *, softmax_scale, softcap, return_lse, tile=N
         o, lse = o.reshape(b, h, sq, -1), lse.reshape(b, h, sq)
         return (o, lse), (o,)
 
-    most = SPANS_SAVING if return_lse else SPANS
+    most = SPANS_BACK if return_lse else SPANS
     o, lse = unless_leaking(run, attend, carefully_attend, most)
     o, lse = maths.nan_unless(valid, o), maths.nan_unless(valid, lse)
     return (o, lse) if return_lse else o

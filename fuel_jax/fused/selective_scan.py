@@ -128,6 +128,14 @@ def stretches(size: int, xs: tuple[Array, ...]) -> list[tuple[Array, ...]]:
     return ([many] if whole else []) + ([few] if whole < length or not length else [])
 
 
+def near_root(length: int) -> int:
+    """A divisor from √length on, before 2√length, so that no steps are left, which would be another
+    program to compile; if there is none, √length.
+    """
+    root = max(math.isqrt(length), 1)
+    return next((n for n in range(root, 2 * root) if length % n == 0), root)
+
+
 def joined(parts: Iterable[Array]) -> Array:
     """``[b, t, …]`` of what was found for each step of the stretches."""
     steps = [x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in parts]
@@ -160,8 +168,8 @@ def selective_scan_backward(
 ) -> tuple[Array, ...]:
     """Gradient of :func:`selective_scan`:  λₜ = cₜ·gₜ + exp(Δₜ₊₁·a)·λₜ₊₁,  backwards in time.
 
-    λ is the cotangent of the state.  The states are computed twice: once to keep every √l-th, then
-    again between two of those on the way back.
+    λ is the cotangent of the state.  The states are computed twice: once to keep about every √l-th,
+    then again between two of those on the way back.
 
     Args:
         u: as in the forward, ``[batch, l, d]``.
@@ -220,7 +228,7 @@ def selective_scan_backward(
         (rest, part), grads = lax.scan(back, (rest, start), (given, states), reverse=True)
         return ((base_lam, rest), da + part), grads
 
-    parts = stretches(max(math.isqrt(length), 1), given)
+    parts = stretches(near_root(length), given)
     state, edges = (start, first), []
     for part in parts:
         state, found = lax.scan(edge, state, part)
