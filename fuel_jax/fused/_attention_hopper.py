@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pallas_kernels._attention import Tile
 from pallas_kernels._hopper import GROUPS
-from pallas_kernels._launch import not_hopper
+from pallas_kernels._launch import cdiv, not_hopper
 from pallas_kernels.attention_hopper import attend
 from pallas_kernels.attention_hopper_gradients import gradients
 
@@ -16,6 +16,9 @@ from . import _attention_triton as triton
 ROWS = 64  # of a group of warps: one product of tensor cores
 WIDTHS = (64, 128, 192, 256)
 WARPS = 4 * GROUPS
+FEW = 512
+PROGRAMS = 99  # three quarters of an H200's multiprocessors
+LITTLE = 2**34  # heads × queries × keys × width
 
 # By the width of a head, up to: as many keys as fit, twice.
 FORWARD = {n: Tile(ROWS, keys, WARPS, 2) for n, keys in ((64, 128), (128, 128), (256, 64))}
@@ -43,13 +46,23 @@ def refuses_gradient(q, k, v, *operands, **params) -> str | None:
 
 
 def declines(q, k, v, *operands, **params) -> str | None:
-    """Where another one is taken: anywhere, unless it is asked for by name or by measurements.
+    """Where Triton's kernel is as fast."""
+    (b, h, sq, d), sk = q.shape, k.shape[2]
+    if d == 64:
+        return "at a width of 64, exponentials bound this as much as products: Triton's is as fast"
+    if sq < FEW:
+        return f"for fewer than {FEW} queries Triton's is as fast"
+    if b * h * cdiv(sq, GROUPS * ROWS) < PROGRAMS and sk >= 2 * FEW:
+        return "so few rows do not fill the chip; Triton's programs share the keys"
+    return None
 
-    Its form before this one took 1,602 µs where Triton's takes 2,155 and cuDNN 1,641, and 899 to
-    1,294 and 939 under causality (B4 H32 S4096 D128, bfloat16).  That one waited for keys and
-    values the same way, and took whole blocks of both without lengths alone.
-    """
-    return "it has yet to be compared on a card; flash_attn.using('mosaic') runs it"
+
+def declines_gradient(q, k, v, *operands, **params) -> str | None:
+    """Where there is so little to do that what comes before and after the kernels counts."""
+    (b, h, sq, d), sk = q.shape, k.shape[2]
+    if b * h * sq * sk * d < LITTLE:
+        return "there is little to do: to look for rows to be computed again takes as long"
+    return None
 
 
 def forward(q, k, v, alibi, k_len, *, return_lse, **params):

@@ -403,7 +403,7 @@ flash_attn.kernel("mosaic", **hopper_only)(hopper.forward)
 theirs: dict[str, Any] = cuda | {"refuses": cudnn.refuses, "declines": cudnn.declines}
 flash_attn.kernel("cudnn", **theirs)(cudnn.forward)
 flash_attn.kernel("triton", **cuda, tiles=tiles.forward)(triton.forward)
-hopper_only |= {"refuses": hopper.refuses_gradient}
+hopper_only |= {"refuses": hopper.refuses_gradient, "declines": hopper.declines_gradient}
 flash_attn_backward.kernel("mosaic", **hopper_only)(hopper.backward)
 flash_attn_backward.kernel("triton", **cuda, tiles=tiles.backward)(triton.backward)
 # On the CPU chunks pay sooner, but not in the gradient: at [8, 256, 64] they take 1.25 of the time.

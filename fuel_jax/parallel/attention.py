@@ -26,7 +26,7 @@ from ._placed import Layout, Pair
 
 Order = Literal["zigzag", "contiguous"]
 Block = Callable[..., tuple[Array, Array]]  # q, k, v -> o, lse
-READ_LSE = ("mosaic", "triton")  # kernels of the gradient that take lse as given; others make it again
+READ_LSE = ("mosaic", "triton")  # kernels of the gradient that take lse as given
 
 
 def zigzag(x: Array, devices: int, axis: int) -> Array:
