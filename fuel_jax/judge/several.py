@@ -9,12 +9,14 @@ attention, a loss whose vocabulary is split, products by columns and rows; and a
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import json
 import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +42,8 @@ TWICE = 2.0  # errors: both results may be off, and a half may be rounded before
 WIDER = 2  # sums of halves may be made in float32; of a body XLA may sum two terms apart as well
 
 
-class Split(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Split:
     """An op on an example, with an axis that is to be split over all devices."""
 
     op: Op
@@ -55,7 +58,7 @@ class Split(NamedTuple):
         """As it is asked for."""
         return f"rule {self.op.name} {self.factor} {self.kernel.name}"
 
-    @property
+    @functools.cached_property
     def results(self) -> tuple[Any, ...]:
         """Their shapes and dtypes."""
         return as_tuple(self.op.out(*self.arrays, **self.params))

@@ -10,7 +10,7 @@ order is fixed, and then written once for each row.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax

@@ -10,7 +10,7 @@ from jax import lax
 from .._choose import describe
 from .._op import Precision
 from .._rules import beside_margins
-from ..numerics import is_float, wide, zeros
+from ..numerics import is_float, wide
 from ..op_kind import OpKind as K
 from ..registry import op
 from ..types import Anything, Array, Floats, Pairs
@@ -149,7 +149,8 @@ def pad_backward(
     Returns:
         The cotangent of the array before padding: extents ``n − before − after``.
     """
-    like = zeros(inner(upstream.shape, padding), upstream)
+    ends = [n - after for n, (_, after) in zip(upstream.shape, padding, strict=True)]
+    like = lax.slice(upstream, [before for before, _ in padding], ends)  # laid out alike
     (dx,) = jax.linear_transpose(lambda x: padded(x, padding=padding, mode=mode, value=0), like)(
         upstream
     )
