@@ -281,7 +281,7 @@ def test_word_by_word_against_float64(quant_type, k, draw, monkeypatch):
     b = blocks(quant_type, n, k)
     w, stream = oracle(quant_type, b).astype(np.float64), words(b)
     given = dict(quant_type=quant_type, k=k, n=n)
-    for m in (1, 3):
+    for m in (1, 3) if k == 512 else (3,):
         a = draw((m, k))
         near(qmatmul.using("lanes")(a, stream, **given), np.asarray(a, np.float64) @ w.T)
 
