@@ -141,9 +141,10 @@ def edges(
     """
     batch, length, heads, p = x.shape
     n = b.shape[-1]
-    tile = tile._replace(width=min(tile.width, block_of(p)))
-    blocks = cdiv(length, tile.steps)
     reverse = before is not None
+    # The products are summed over a head's columns, so those are one program's.
+    tile = tile._replace(width=block_of(p) if reverse else min(tile.width, block_of(p)))
+    blocks = cdiv(length, tile.steps)
     kept = 1 if x.dtype == jnp.bfloat16 else PIECES
     shape = (kept, batch, blocks, heads, n, p)
     out = [like(x, shape, jnp.bfloat16), like(x, (batch, heads, p, n), jnp.float32)]

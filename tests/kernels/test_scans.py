@@ -11,6 +11,12 @@ from hypothesis import given, settings, strategies as st
 from pallas_kernels import arg_extreme, cumsum as sums
 
 
+@functools.partial(jax.jit, static_argnames=("dim", "tile"))
+def running_sums(x, dim, tile):
+    """With what is around the kernel compiled as one program."""
+    return sums.cumsum(x, dim=dim, interpret=True, tile=tile)
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     shape=st.lists(st.integers(1, 40), min_size=1, max_size=3),
@@ -20,7 +26,7 @@ from pallas_kernels import arg_extreme, cumsum as sums
 def test_running_sums(shape, data, tile):
     dim = data.draw(st.integers(-len(shape), len(shape) - 1))
     x = np.asarray(np.random.default_rng(0).normal(size=shape), np.float32)
-    got = sums.cumsum(jnp.asarray(x), dim=dim, interpret=True, tile=tile)
+    got = running_sums(x, dim=dim, tile=tile)
     want = np.cumsum(x.astype(np.float64), dim)
     np.testing.assert_allclose(got, want, atol=2e-6 * max(np.abs(want).max(), 1))
 
@@ -29,7 +35,7 @@ def test_what_a_running_sum_does_not_reach_is_untouched():
     x = np.ones((3, 20), np.float32)
     x[0, 9], x[1, 3] = np.nan, np.inf
     tile = sums.Tile(2, 8, 1)
-    got = sums.cumsum(jnp.asarray(x), dim=1, interpret=True, tile=tile)
+    got = running_sums(x, dim=1, tile=tile)
     np.testing.assert_array_equal(got, np.cumsum(x, 1))
 
 
@@ -39,8 +45,8 @@ def test_running_sums_are_differentiable_in_both_modes_and_batched():
     plain = functools.partial(jnp.cumsum, axis=0)
     square = lambda f: lambda x: jnp.sum(jnp.square(f(x)))
     for derivative in (jax.grad, jax.jacfwd, lambda g: jax.jacrev(jax.grad(g))):
-        want = derivative(square(plain))(x)
-        np.testing.assert_allclose(derivative(square(f))(x), want, rtol=1e-5, atol=1e-5)
+        want, got = (jax.jit(derivative(square(g)))(x) for g in (plain, f))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(jax.vmap(f)(x[None])[0], plain(x), rtol=1e-5, atol=1e-6)
 
 
@@ -55,15 +61,18 @@ SPECIAL = {
 }
 
 
+@jax.jit
+def positions(x):
+    """Of the largest and of the smallest."""
+    position = functools.partial(arg_extreme.position, interpret=True, tile=arg_extreme.Tile(16, 1))
+    return [position(x, dim=1, largest=largest) for largest in (True, False)]
+
+
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("n", [1, 7, 16, 50, 128])
 def test_positions(n, special):
     """Of the first NaN, else of the first to tie; 128 in tiles of 16 are cut into eight pieces."""
     x = SPECIAL[special](np.random.default_rng(n).normal(size=(3, n)) * 3).astype(np.float32)
-    tile = arg_extreme.Tile(16, 1)
-    for largest, want in ((True, np.argmax(x, 1)), (False, np.argmin(x, 1))):
-        got = arg_extreme.position(
-            jnp.asarray(x), dim=1, largest=largest, interpret=True, tile=tile
-        )
+    for got, want in zip(positions(x), (np.argmax(x, 1), np.argmin(x, 1)), strict=True):
         assert got.dtype == jnp.uint32
         np.testing.assert_array_equal(got, want)

@@ -24,14 +24,15 @@ def close(got, want, precision):
 
 
 def drawn(seed, dtype):
-    """Arrays of noise, by shape."""
+    """Arrays of noise, by shape; NumPy's, which compiles nothing for them."""
     rng = np.random.default_rng(seed)
-    return lambda *shape, dtype=dtype: jnp.asarray(rng.normal(size=shape) / 2, dtype)
+    return lambda *shape, dtype=dtype: (rng.normal(size=shape) / 2).astype(jnp.dtype(dtype))
 
 
 # -- selective scan ------------------------------------------------------------------------
 
 
+@functools.partial(jax.jit, static_argnames="softplus")
 def reference(u, delta, a, b, c, h, *, softplus):
     """Step by step, in the dtype of what it is given."""
     ys = []
@@ -52,7 +53,12 @@ def operands(batch, length, d, n, dtype, continued):
 
 
 def in_float64(xs):
-    return [None if x is None else x.astype("float64") for x in xs]
+    return [None if x is None else np.asarray(x, np.float64) for x in xs]
+
+
+def interpreted(kernel, **options):
+    """With what is around it compiled as one program."""
+    return jax.jit(functools.partial(kernel, interpret=True, **options))
 
 
 # batch, steps, channels, states; dtype; by softplus; continued; tile
@@ -68,7 +74,7 @@ SCANS = {
 def test_scan_against_float64(case):
     shape, dtype, softplus, continued, tile = SCANS[case]
     xs = operands(*shape, dtype, continued)
-    got = forward(*xs, delta_softplus=softplus, interpret=True, tile=tile)
+    got = interpreted(forward, delta_softplus=softplus, tile=tile)(*xs)
     for x, want in zip(got, reference(*in_float64(xs), softplus=softplus), strict=True):
         close(x, want, selective_scan.precision)
     assert [x.dtype for x in got] == [dtype, "float32"]
@@ -81,14 +87,13 @@ def test_gradient_of_scan_against_float64(case):
     array = drawn(0, dtype)
     g = array(*xs[0].shape)
     dlast = array(shape[0], *xs[2].shape, dtype="float32") if continued else None
-    got = backward(
-        *xs[:5], g, xs[5], dlast, delta_softplus=softplus, interpret=True, tile=tile, edges=tile
-    )
-    start = jnp.zeros((shape[0], *xs[2].shape)) if xs[5] is None else xs[5]
-    (_, last), pull = jax.vjp(
-        lambda *xs: reference(*xs, softplus=softplus), *in_float64([*xs[:5], start])
-    )
-    want = pull(tuple(in_float64([g, jnp.zeros_like(last) if dlast is None else dlast])))
+    back = interpreted(backward, delta_softplus=softplus, tile=tile, edges=tile)
+    got = back(*xs[:5], g, xs[5], dlast)
+    none = np.zeros((shape[0], *xs[2].shape))
+    start, dlast = (none if h is None else h for h in (xs[5], dlast))
+    run = functools.partial(reference, softplus=softplus)
+    pull = jax.jit(lambda xs, cotangents: jax.vjp(run, *xs)[1](cotangents))
+    want = pull(in_float64([*xs[:5], start]), tuple(in_float64([g, dlast])))
     for x, y in zip(got, want, strict=True):
         close(x, y, selective_scan.precision)
 
@@ -97,7 +102,7 @@ def test_a_scan_in_parts():
     """Four of six steps: the state before each comes from those after the ones before it."""
     xs = operands(2, 24, 5, 3, "float32", continued=True)
     tile = Tile(1, 1, 2)
-    got = forward(*xs, delta_softplus=True, interpret=True, tile=tile, parts=4)
+    got = interpreted(forward, delta_softplus=True, tile=tile, parts=4)(*xs)
     for x, want in zip(got, reference(*in_float64(xs), softplus=True), strict=True):
         close(x, want, selective_scan.precision)
 
@@ -125,7 +130,7 @@ def test_a_long_scan_of_slow_decay():
     length = 4096
     u, delta, a, b, c, _ = operands(1, length, 3, 2, "float32", continued=False)
     xs = u, 0.01 * abs(delta) + 0.001, a - 0.1, b, c
-    y, _ = forward(*xs, None, delta_softplus=False, interpret=True, tile=Tile(1, 1, 2))
+    y, _ = interpreted(forward, delta_softplus=False, tile=Tile(1, 1, 2))(*xs, None)
     u, delta, a, b, c = (np.asarray(x, np.float64) for x in xs)
     h, want = np.zeros(a.shape), np.zeros(u.shape)
     for t in range(length):
@@ -141,14 +146,22 @@ def test_an_exponential_that_errs_to_one_side(constant, monkeypatch):
     off = lambda x: jnp.exp2(x) * jnp.where(x > -1, 1 - np.float32(1.2e-7), 1)
     monkeypatch.setattr(_selective_scan, "exp2", off)
     u, delta, a, b, c, h = operands(1, 512, 2, 1, "float32", continued=True)
-    delta = jnp.full_like(delta, 0.01) if constant else 0.01 * abs(delta)
-    xs, tile = (u + 1, delta, 0.1 * a, b, c), Tile(1, 1, 8)
-    how = {"delta_softplus": False, "interpret": True}
-    got = *forward(*xs, h, **how, tile=tile), *backward(*xs, u, h, h, **how, edges=tile)
+    delta = np.full_like(delta, 0.01) if constant else np.float32(0.01) * abs(delta)
+    xs, tile = (u + 1, delta, np.float32(0.1) * a, b, c), Tile(1, 1, 8)
+    got = (
+        *interpreted(forward, delta_softplus=False, tile=tile)(*xs, h),
+        *interpreted(backward, delta_softplus=False, edges=tile)(*xs, u, h, h),
+    )
     assert len(got) == 8
     exact, (g, h) = in_float64(xs), in_float64((u, h))
-    (y, last), pull = jax.vjp(lambda *xs: selective_scan.body(*xs, delta_softplus=False), *exact, h)
-    for x, want in zip(got, (y, last, *pull((g, h))), strict=True):
+
+    @jax.jit
+    def both_ways(*exact):
+        body = functools.partial(selective_scan.body, delta_softplus=False)
+        (y, last), pull = jax.vjp(body, *exact)
+        return y, last, *pull((g, h))
+
+    for x, want in zip(got, both_ways(*exact, h), strict=True):
         close(x, want, selective_scan.precision)
 
 
@@ -156,8 +169,7 @@ def test_softplus_is_right_where_it_is_small():
     """As it is in trained models: Δ near 0.001.  Relative to itself, not to the largest."""
     x = np.linspace(-15, 100, 3001, dtype=np.float32)
     with INTERPRETED(True):
-        got = softplus_of(jnp.asarray(x))
-        slope = logistic(jnp.asarray(x))
+        got, slope = jax.jit(lambda x: (softplus_of(x), logistic(x)))(x)
     want = np.logaddexp(0, x.astype(np.float64))
     np.testing.assert_allclose(got, want, rtol=2e-6)
     np.testing.assert_allclose(slope, 1 / (1 + np.exp(-x.astype(np.float64))), rtol=2e-6)
@@ -166,12 +178,13 @@ def test_softplus_is_right_where_it_is_small():
 def test_infinite_inputs_stay_what_they_are():
     """Three states are computed as sixteen: those that were added must not turn inf into NaN."""
     xs = operands(1, 3, 2, 3, "float32", continued=False)
-    u = xs[0].at[0, 1, 0].set(np.inf)
+    u = xs[0].copy()
+    u[0, 1, 0] = np.inf
     given = u, abs(xs[1]), xs[2], abs(xs[3]), abs(xs[4]), None
     tile = Tile(1, 1, 2)
-    y, h = forward(*given, delta_softplus=False, interpret=True, tile=tile)
-    want, last = selective_scan.body(*given, delta_softplus=False)
-    assert np.isposinf(want[0, 1:, 0]).all()
+    y, h = interpreted(forward, delta_softplus=False, tile=tile)(*given)
+    want, last = jax.jit(functools.partial(selective_scan.body, delta_softplus=False))(*given)
+    assert np.isposinf(np.asarray(want)[0, 1:, 0]).all()
     np.testing.assert_allclose(y, want, rtol=1e-5)
     np.testing.assert_allclose(h, last, rtol=1e-5)
 
@@ -193,9 +206,8 @@ def test_convolution_against_float64(case):
     (batch, c, length, taps), dtype = CONVOLUTIONS[case]
     array = drawn(taps, dtype)
     xs = array(batch, c, length + taps - 1), array(c, 1, taps), array(c)
-    got = convolution.causal_conv1d(
-        *xs, use_silu=True, interpret=True, tile=convolution.Tile(16, 1)
-    )
+    tile = convolution.Tile(16, 1)
+    got = interpreted(convolution.causal_conv1d, use_silu=True, tile=tile)(*xs)
     x, w, bias = (np.asarray(x, np.float64) for x in xs)
     y = bias[:, None] + sum(w[:, 0, j, None] * x[..., j : j + length] for j in range(taps))
     assert (got.shape, got.dtype) == (y.shape, dtype)
@@ -204,10 +216,11 @@ def test_convolution_against_float64(case):
 
 def test_an_output_sees_its_own_taps_alone():
     """Words are shared by neighbours: NaN must not be."""
+    run = interpreted(convolution.causal_conv1d, use_silu=False)
     for bad in (5, 6):
-        x = jnp.zeros((1, 2, 23), "bfloat16").at[0, 0, bad].set(np.nan)
-        w, bias = jnp.ones((2, 1, 4), "bfloat16"), jnp.zeros(2, "bfloat16")
-        run = functools.partial(convolution.causal_conv1d, use_silu=False, interpret=True)
+        x = np.zeros((1, 2, 23), jnp.bfloat16)
+        x[0, 0, bad] = np.nan
+        w, bias = np.ones((2, 1, 4), jnp.bfloat16), np.zeros(2, jnp.bfloat16)
         got = np.asarray(run(x, w, bias), np.float32)
         assert list(np.flatnonzero(np.isnan(got[0, 0]))) == [bad - 3, bad - 2, bad - 1, bad]
         assert not np.isnan(got[0, 1]).any()
