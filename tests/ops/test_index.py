@@ -44,17 +44,28 @@ def plain_scatter_add(base, index, src, dim):
 # -- against NumPy -------------------------------------------------------------------------
 
 
+def on_each_axis(f, x, indices, sources):
+    """``f(x, index, source, axis)`` of each axis, compiled as one program."""
+    run = lambda x, pairs: [f(x, *pair, dim) for dim, pair in enumerate(pairs)]
+    return jax.jit(run)(x, list(zip(indices, sources, strict=True)))
+
+
 @kernels
 def test_slices_on_every_axis(kernel):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(3, 4, 5))
-    for dim in range(3):
-        index = rng.integers(0, x.shape[dim], 7)
-        y = index_select.using(kernel)(x, index, dim=dim - 3)
-        np.testing.assert_array_equal(y, np.take(x, index, dim))
-        src = rng.normal(size=y.shape)
-        got = index_add.using(kernel)(x, index, src, dim=dim)
-        np.testing.assert_allclose(got, plain_index_add(x, index, src, dim), rtol=1e-12)
+    indices = [rng.integers(0, n, 7) for n in x.shape]
+    taken = [np.take(x, index, dim) for dim, index in enumerate(indices)]
+    sources = [rng.normal(size=y.shape) for y in taken]
+
+    def both(x, index, src, dim):
+        read = index_select.using(kernel)(x, index, dim=dim - 3)
+        return read, index_add.using(kernel)(x, index, src, dim=dim)
+
+    for dim, (read, added) in enumerate(on_each_axis(both, x, indices, sources)):
+        np.testing.assert_array_equal(read, taken[dim])
+        want = plain_index_add(x, indices[dim], sources[dim], dim)
+        np.testing.assert_allclose(added, want, rtol=1e-12)
 
 
 @kernels
@@ -62,24 +73,31 @@ def test_points_on_every_axis(kernel):
     """As many as the operand has on the other axes, or fewer; more on the axis itself."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(3, 4, 5))
-    for dim, shape in ((0, (6, 4, 5)), (1, (2, 4, 5)), (2, (2, 3, 9))):
-        index = rng.integers(0, x.shape[dim], shape)
-        within = tuple(slice(None) if a == dim else slice(n) for a, n in enumerate(shape))
-        y = gather.using(kernel)(x, index, dim=dim - 3)
-        np.testing.assert_array_equal(y, np.take_along_axis(x[within], index, dim))
-        src = rng.normal(size=shape)
-        got = scatter_add.using(kernel)(x, index, src, dim=dim)
-        np.testing.assert_allclose(got, plain_scatter_add(x, index, src, dim), rtol=1e-12)
+    shapes = ((6, 4, 5), (2, 4, 5), (2, 3, 9))
+    indices = [rng.integers(0, x.shape[dim], shape) for dim, shape in enumerate(shapes)]
+    sources = [rng.normal(size=shape) for shape in shapes]
+
+    def both(x, index, src, dim):
+        read = gather.using(kernel)(x, index, dim=dim - 3)
+        return read, scatter_add.using(kernel)(x, index, src, dim=dim)
+
+    for dim, (read, added) in enumerate(on_each_axis(both, x, indices, sources)):
+        within = tuple(slice(None) if a == dim else slice(n) for a, n in enumerate(shapes[dim]))
+        np.testing.assert_array_equal(read, np.take_along_axis(x[within], indices[dim], dim))
+        want = plain_scatter_add(x, indices[dim], sources[dim], dim)
+        np.testing.assert_allclose(added, want, rtol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", INTS)
 def test_any_integer_indexes(dtype):
     index = np.array([2, 0, 2], dtype)
-    x = jnp.array([10.0, 20, 30])
-    np.testing.assert_array_equal(index_select(x, index, dim=0), [30, 10, 30])
-    np.testing.assert_array_equal(gather(x, index, dim=0), [30, 10, 30])
-    np.testing.assert_array_equal(index_add(x, index, x, dim=0), [30, 20, 70])
-    np.testing.assert_array_equal(scatter_add(x, index, x, dim=0), [30, 20, 70])
+    x = np.array([10.0, 20, 30])
+    read = lambda x, index: [op(x, index, dim=0) for op in (index_select, gather)]
+    for y in jax.jit(read)(x, index):
+        np.testing.assert_array_equal(y, [30, 10, 30])
+    add = lambda x, index: [op(x, index, x, dim=0) for op in (index_add, scatter_add)]
+    for y in jax.jit(add)(x, index):
+        np.testing.assert_array_equal(y, [30, 20, 70])
 
 
 def test_a_narrow_index_on_a_long_axis():
@@ -119,40 +137,52 @@ def test_whatever_can_be_stored_can_be_read(dtype):
 
 @outside
 def test_reading_outside_gives_nan_or_0(index):
-    x = jnp.array([[1.0, 2, 3], [4, 5, 6]])
-    for kernel in KERNELS:
-        y = index_select.using(kernel)(x, index, dim=1)
-        np.testing.assert_array_equal(y, [[1, nan, nan, 3], [4, nan, nan, 6]])
-        y = gather.using(kernel)(x, np.stack([index, index]), dim=1)
-        np.testing.assert_array_equal(y, [[1, nan, nan, 3], [4, nan, nan, 6]])
-        n = x.astype("int16")
-        y = index_select.using(kernel)(n, index, dim=1)
-        np.testing.assert_array_equal(y, [[1, 0, 0, 3], [4, 0, 0, 6]])
+    x = np.array([[1.0, 2, 3], [4, 5, 6]])
+
+    def reads(x, n, index, points):
+        for kernel in KERNELS:
+            select = index_select.using(kernel)
+            yield select(x, index, dim=1)
+            yield gather.using(kernel)(x, points, dim=1)
+            yield select(n, index, dim=1)
+
+    every = jax.jit(lambda *xs: list(reads(*xs)))
+    for y in every(x, x.astype("int16"), index, np.stack([index, index])):
+        blank = nan if y.dtype == x.dtype else 0
+        np.testing.assert_array_equal(y, [[1, blank, blank, 3], [4, blank, blank, 6]])
 
 
 @outside
 def test_writing_outside_adds_nothing(index):
-    base, src = jnp.array([[1.0, 2, 3], [4, 5, 6]]), np.full((2, 4), 10.0)
-    want = [[11, 2, 13], [14, 5, 16]]
-    for kernel in KERNELS:
-        np.testing.assert_array_equal(index_add.using(kernel)(base, index, src, dim=1), want)
-        points = np.stack([index, index])
-        np.testing.assert_array_equal(scatter_add.using(kernel)(base, points, src, dim=1), want)
+    base, src = np.array([[1.0, 2, 3], [4, 5, 6]]), np.full((2, 4), 10.0)
+
+    def adds(base, src, index, points):
+        for kernel in KERNELS:
+            yield index_add.using(kernel)(base, index, src, dim=1)
+            yield scatter_add.using(kernel)(base, points, src, dim=1)
+
+    for y in jax.jit(lambda *xs: list(adds(*xs)))(base, src, index, np.stack([index, index])):
+        np.testing.assert_array_equal(y, [[11, 2, 13], [14, 5, 16]])
 
 
 @kernels
 def test_what_lies_outside_leaks_into_no_gradient(kernel):
     """Neither NaN read there, nor NaN in a cotangent or source that goes nowhere."""
-    index, x = np.array([0, -1, 3, 2]), jnp.array([1.0, 2, 3])
-    g = jnp.array([5.0, nan, nan, 7])
-    for op in (index_select, gather):
-        _, pull = jax.vjp(lambda x, op=op: op.using(kernel)(x, index, dim=0), x)
-        np.testing.assert_array_equal(pull(g)[0], [5, 0, 7])
-    for op in (index_add, scatter_add):
-        add = lambda b, s, op=op: op.using(kernel)(b, index, s, dim=0)
-        y, pull = jax.vjp(add, x, g)
+    index, x = np.array([0, -1, 3, 2]), np.array([1.0, 2, 3])
+    g = np.array([5.0, nan, nan, 7])
+
+    def back(op, x, g):
+        return jax.vjp(lambda x: op.using(kernel)(x, index, dim=0), x)[1](g)
+
+    def there_and_back(op, x, src, g):
+        y, pull = jax.vjp(lambda b, s: op.using(kernel)(b, index, s, dim=0), x, src)
+        return y, *pull(g)
+
+    for (slope,) in jax.jit(lambda *xs: [back(op, *xs) for op in (index_select, gather)])(x, g):
+        np.testing.assert_array_equal(slope, [5, 0, 7])
+    adds = jax.jit(lambda *xs: [there_and_back(op, *xs) for op in (index_add, scatter_add)])
+    for y, base, src in adds(x, g, np.array([2.0, 3, 4])):
         np.testing.assert_array_equal(y, [6, 2, 10])
-        base, src = pull(jnp.array([2.0, 3, 4]))
         np.testing.assert_array_equal(base, [2, 3, 4])
         np.testing.assert_array_equal(src, [2, 0, 0, 4])
 
@@ -177,14 +207,18 @@ def test_halves_are_summed_in_float32_and_rounded_once(kernel, dtype):
     """Added one by one, 2⁻⁶ is lost against 8 in bfloat16, 2⁻¹⁰ against 4 in float16."""
     small, base, n = (2**-6, 8.0, 64) if dtype == "bfloat16" else (2**-10, 4.0, 64)
     index = np.zeros(n, np.uint32)
-    src, x = jnp.full((n,), small, dtype), jnp.full((2,), base, dtype)
-    want = [base + n * small, base]
-    np.testing.assert_array_equal(index_add.using(kernel)(x, index, src, dim=0), want)
-    np.testing.assert_array_equal(scatter_add.using(kernel)(x, index, src, dim=0), want)
-    for op in (index_select, gather):
-        f = lambda x, op=op: op.using(kernel)(x, np.append(index, 1), dim=0)
-        _, pull = jax.vjp(f, x)
-        grad = pull(jnp.append(src, jnp.zeros((1,), dtype)).at[0].add(base))[0]
+    src, x = (np.full(shape, v, jnp.dtype(dtype)) for shape, v in ((n, small), (2, base)))
+    adds = lambda *xs: [op.using(kernel)(*xs, dim=0) for op in (index_add, scatter_add)]
+    for y in jax.jit(adds)(x, index, src):
+        np.testing.assert_array_equal(y, [base + n * small, base])
+    g = np.append(src, src[:1] * 0)
+    g[0] += x[0]
+
+    def slopes(x, index, g):
+        for op in (index_select, gather):
+            yield from jax.vjp(lambda x, op=op: op.using(kernel)(x, index, dim=0), x)[1](g)
+
+    for grad in jax.jit(lambda *xs: list(slopes(*xs)))(x, np.append(index, 1), g):
         np.testing.assert_array_equal(grad, [base + n * small, 0])
         assert grad.dtype == x.dtype
 
@@ -264,7 +298,7 @@ def test_empty_axes_and_empty_indices():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", *INTS])
 def test_positions_in_row_major_order(dtype):
-    x = jnp.array([[0, 1, 0], [1, 1, 0]], dtype)
+    x = np.array([[0, 1, 0], [1, 1, 0]], jnp.dtype(dtype))
     indices, count = nonzero_indices(x)
     np.testing.assert_array_equal(indices, [1, 3, 4, 6, 6, 6])
     np.testing.assert_array_equal(count, [3])
