@@ -189,7 +189,10 @@ decoding    {len(writer.tokens)} positions, compilations: {writer.compilations}
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line, and demonstrate."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="On many devices: many_devices.py --mesh data=2,model=2,sequence=2, beside this.",
+    )
     parser.add_argument("--steps", type=int, default=STEPS, help=f"{STEPS} if not given")
     parser.add_argument("--seed", type=int, default=SEED, help="of weights, batches and writing")
     parser.add_argument("--prompt", default=PROMPT, help="what the text begins with")
