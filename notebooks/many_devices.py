@@ -205,8 +205,8 @@ def on_one_device(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train over a mesh and on one device; print both curves."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    mesh = "data=2,model=2,sequence=2, devices along each axis; data alone if not given"
-    parser.add_argument("--mesh", default="", help=mesh)
+    axes = "data=2,model=2,sequence=2: devices along each axis; data alone if not given"
+    parser.add_argument("--mesh", default="", help=axes)
     parser.add_argument("--steps", type=int, default=20, help="20 if not given")
     parser.add_argument("--checkpoint", type=pathlib.Path, help="folder of states, to go on from")
     asked = parser.parse_args(arguments)
