@@ -1,5 +1,6 @@
 """What is true of convolution in particular."""
 
+import functools
 import itertools
 
 import jax
@@ -58,6 +59,17 @@ def oracle(x, w, bias, g, *, stride=(1, 1), padding=(0, 0), dilation=(1, 1), gro
     return y, dxp[:, :, inside[0], inside[1]], dw, g.sum((0, 2, 3))
 
 
+def there_and_back(op, window):
+    """Value and gradients for a cotangent, compiled as one program."""
+
+    @jax.jit
+    def run(g, *xs):
+        y, pull = jax.vjp(lambda *xs: op(*xs, **window), *xs)
+        return y, *pull(g)
+
+    return run
+
+
 @pytest.mark.parametrize("kernel", ["xla", "taps", "product", None])
 @pytest.mark.parametrize("name", WINDOWS)
 def test_value_and_gradients_are_the_loop_s(name, kernel, draw):
@@ -70,10 +82,9 @@ def test_value_and_gradients_are_the_loop_s(name, kernel, draw):
         pytest.skip("it serves kernels of one element only")
     if kernel:
         op = conv2d.using(kernel)
-    y, pull = jax.vjp(lambda *xs: op(*xs, **window), x, w, bias)
-    g = draw(y.shape, "float64")
+    g = draw(conv2d.out(x, w, bias, **window).shape, "float64")
     want = oracle(x, w, bias, g, **window)
-    for got, expected in zip((y, *pull(g)), want, strict=True):
+    for got, expected in zip(there_and_back(op, window)(g, x, w, bias), want, strict=True):
         assert got.shape == expected.shape
         np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-11)
 
@@ -84,7 +95,7 @@ def test_backward_by_taps_whatever_the_forward_was(draw):
         x, w = draw(x, "float64"), draw(w, "float64")
         bias = draw(w.shape[:1], "float64")
         g = draw(conv2d.out(x, w, **window).shape, "float64")
-        got = conv2d_backward.using("taps")(x, w, g, bias, **window)
+        got = jax.jit(functools.partial(conv2d_backward.using("taps"), **window))(x, w, g, bias)
         for a, b in zip(got, oracle(x, w, bias, g, **window)[1:], strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-11)
 
@@ -92,9 +103,9 @@ def test_backward_by_taps_whatever_the_forward_was(draw):
 def test_a_large_product(draw):
     """One large enough to be taken for a product, forward and back."""
     x, w, bias = draw((2, 8, 24, 32)), draw((3, 8, 1, 1)), draw((3,))
-    y, pull = jax.vjp(lambda *xs: conv2d(*xs, stride=2), x, w, bias)
-    g = draw(y.shape)
-    for got, want in zip((y, *pull(g)), oracle(x, w, bias, g, stride=2), strict=True):
+    g = draw(conv2d.out(x, w, bias, stride=2).shape)
+    run = there_and_back(conv2d, {"stride": 2})
+    for got, want in zip(run(g, x, w, bias), oracle(x, w, bias, g, stride=2), strict=True):
         assert np.abs(np.asarray(got, np.float64) - want).max() <= 3e-6 * np.abs(want).max()
     served = conv2d.explain(x, w, bias, stride=2).forward
     assert [choice.kernel.name for choice in served if "cpu" in choice.serves] == ["product"]
@@ -118,7 +129,7 @@ def test_a_kernel_sliced_from_a_larger_weight(draw):
     for part in (w[:, 2:5], jnp.array(np.array(w[:, 2:5]))):
         want = np.einsum("nchw,oc->nohw", x, np.asarray(w)[:, 2:5, 0, 0])
         np.testing.assert_allclose(f(x, part), want, rtol=1e-5, atol=1e-6)
-    g = jax.grad(lambda w: jnp.sum(f(x, w[:, 2:5]) ** 2))(w)
+    g = np.asarray(jax.jit(jax.grad(lambda w: jnp.sum(f(x, w[:, 2:5]) ** 2)))(w))
     assert g.shape == w.shape
     assert not g[:, :2].any()
     assert not g[:, 5:].any()
@@ -128,17 +139,20 @@ def test_a_kernel_sliced_from_a_larger_weight(draw):
 def test_a_strided_gradient_has_the_shape_of_its_operand(draw):
     """candle#1212, #1214: a row that no window reaches gets zero, not somebody else's share."""
     x, w = draw((1, 3, 32, 32)), draw((4, 3, 7, 7))
-    dx = jax.grad(lambda x: conv2d(x, w, stride=2, padding=3).sum())(x)
+    dx = jax.jit(jax.grad(lambda x: conv2d(x, w, stride=2, padding=3).sum()))(x)
     assert dx.shape == x.shape
     x = draw((1, 1, 6, 5))
-    dx = jax.grad(lambda x: conv2d(x, jnp.ones((1, 1, 2, 2), "float32"), stride=3).sum())(x)
-    np.testing.assert_array_equal(dx[0, 0], np.outer([1, 1, 0, 1, 1, 0], [1, 1, 0, 1, 1]))
+    ones = np.ones((1, 1, 2, 2), "float32")
+    dx = jax.jit(jax.grad(lambda x: conv2d(x, ones, stride=3).sum()))(x)
+    np.testing.assert_array_equal(
+        np.asarray(dx)[0, 0], np.outer([1, 1, 0, 1, 1, 0], [1, 1, 0, 1, 1])
+    )
 
 
 def test_a_gradient_of_patches(draw):
     """candle#633: stride 16, as in a vision transformer; each element is met once."""
     x, w = draw((1, 3, 64, 64)), draw((8, 3, 16, 16))
-    dx = jax.grad(lambda x: conv2d(x, w, stride=16).sum())(x)
+    dx = jax.jit(jax.grad(lambda x: conv2d(x, w, stride=16).sum()))(x)
     want = np.tile(np.asarray(w, np.float64).sum(0), (1, 1, 4, 4))
     np.testing.assert_allclose(dx, want, rtol=1e-5, atol=1e-5)
 
@@ -164,7 +178,8 @@ def test_of_nothing():
     assert conv2d(jnp.ones((0, 3, 4, 4)), w, bias).shape == (0, 2, 3, 3)
     y = conv2d(jnp.ones((1, 0, 2, 2)), jnp.ones((2, 0, 1, 1)), bias)
     np.testing.assert_array_equal(y[0, :, 0, 0], [1, 2])
-    grads = jax.grad(lambda x, w: conv2d(x, w).sum(), (0, 1))(jnp.ones((0, 3, 4, 4)), w)
+    slopes = jax.jit(jax.grad(lambda x, w: conv2d(x, w).sum(), (0, 1)))
+    grads = slopes(np.ones((0, 3, 4, 4)), w)
     assert [g.shape for g in grads] == [(0, 3, 4, 4), w.shape]
     assert not grads[1].any()
 

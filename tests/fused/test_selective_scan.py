@@ -31,7 +31,7 @@ def operands(draw, length, dtype="float32", batch=2, d=3, n=4):
         (batch, length, n),
         (batch, length, n),
     )
-    u, delta, a, b, c = (draw(shape, dtype) / 2 for shape in shapes)
+    u, delta, a, b, c = (np.asarray(draw(shape, dtype)) / 2 for shape in shapes)
     return u, abs(delta), -abs(a), b, c
 
 
@@ -59,7 +59,7 @@ def test_constant_slow_steps_of_a_very_long_sequence_keep_their_promise(draw):
     """65,536 roundings that go one way: of exp(Δ·a), of the states, of the sums over them."""
     length, d, n = 65_536, 2, 2
     u, _, a, b, c = operands(draw, length, batch=1, d=d, n=n)
-    xs = u + 1, jnp.full_like(u, 0.01), 0.1 * a - 0.01, b, c
+    xs = u + 1, np.full_like(u, 0.01), np.float32(0.1) * a - np.float32(0.01), b, c
     h, dlast = draw((1, d, n)), draw((1, d, n))
 
     def both(*xs):
@@ -69,7 +69,7 @@ def test_constant_slow_steps_of_a_very_long_sequence_keep_their_promise(draw):
 
     xs = *xs, h, draw(u.shape), dlast
     got = jax.jit(both)(*xs)
-    want = jax.jit(both)(*(x.astype("float64") for x in xs))
+    want = jax.jit(both)(*(np.asarray(x, np.float64) for x in xs))
     assert len(got) == 8
     for x, y in zip(got, want, strict=True):
         error = np.abs(np.asarray(x, np.float64) - y).max()
@@ -90,12 +90,12 @@ def test_a_sequence_may_be_cut_and_continued(draw):
 def test_the_gradient_flows_through_the_last_state_of_a_long_sequence(draw):
     """Finite differences over more steps than the backward keeps states of."""
     u, delta, a, b, c = operands(draw, 40, "float64", batch=1, d=2, n=2)
-    loss = lambda u, a: jnp.sum(jnp.sin(selective_scan(u, delta, a, b, c)[1]))
-    du, da = jax.grad(loss, (0, 1))(u, a)
+    loss = jax.jit(lambda u, a: jnp.sum(jnp.sin(selective_scan(u, delta, a, b, c)[1])))
+    du, da = jax.jit(jax.grad(loss, (0, 1)))(u, a)
     for x, slope, f in ((u, du, lambda x: loss(x, a)), (a, da, lambda x: loss(u, x))):
-        way = draw(x.shape, "float64")
+        way = np.asarray(draw(x.shape, "float64"))
         found = (f(x + 1e-6 * way) - f(x - 1e-6 * way)) / 2e-6
-        np.testing.assert_allclose(jnp.sum(slope * way), found, rtol=1e-6, atol=1e-9)
+        np.testing.assert_allclose(np.sum(slope * way), found, rtol=1e-6, atol=1e-9)
 
 
 def test_no_array_of_all_states_is_held():
