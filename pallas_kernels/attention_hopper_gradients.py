@@ -9,8 +9,9 @@ two groups of four warps have 64 rows each, and a third one copies keys and valu
 What rounding the result did to the slopes of a row is known when they are summed up, and the keys'
 gradients are without it, as in :mod:`.attention_gradients`; but no row of a product can look up the
 key it weighs most here.  Blocks of rows to which it matters are computed again by that module's
-kernels, and so are those that hidden values spoiled.  It matters where the row's own rounding is
-less than that of the others is on average: where nearly all weight is on one key.
+kernels, and so are those that hidden values spoiled.  It matters where what was done at the key of
+largest weight is more than rounding does to all slopes of an average row: where nearly all weight
+is on one key, in most rows.
 """
 
 from __future__ import annotations
@@ -42,9 +43,8 @@ from ._launch import cdiv, dynamic_slice, like, mosaic, warpgroups
 from .attention_gradients import Launch, bent, delta_of
 from .attention_hopper_keys import key_gradients_kernel
 
-# How much slopes may add up to, of what they are together in a row on average, both as roots of
-# squares.  Rounding the result leaves 0.6 of half a unit in the last place of 1 (0.4 if all of a
-# row's weights were exact), and rounding the slopes does as much as that to the gradient.
+# What slopes may add up to, times the largest weight, in a row's slopes on average, as the root of
+# the sum of squares.  Rounding them does 0.6 of half a unit in the last place of 1 to the gradient.
 LOST = {"bfloat16": 2.5 * 2.0**-8, "float16": 2.5 * 2.0**-11}
 
 
@@ -52,13 +52,16 @@ class Sums(NamedTuple):
     """Over the keys of each row."""
 
     slopes: Any  # Σ ds, 0 but for rounding
-    squares: Any
+    largest: Any  # of the weights
+    squares: Any  # Σ ds² of a first block, and of those that are masked
     bent: Any  # Σ ds · distance, if distance has a slope
     reach: Any  # Σ p · distance
 
-    def plus(self, other: Sums) -> Sums:
+    def plus(self, more: Sums) -> Sums:
         """Both."""
-        return jax.tree.map(jnp.add, self, other)
+        add = lambda x, y: x if y is None else x + y
+        sums = Sums(*map(add, self, more))
+        return sums._replace(largest=jnp.maximum(self.largest, more.largest))
 
 
 class Queries(NamedTuple):
@@ -89,8 +92,10 @@ class Queries(NamedTuple):
         mosaic().wgmma(slopes, self.g, v.transpose((1, 0)))
         return scores, slopes
 
-    def bend(self, s: Any, dp: Callable[[], Any], j: Any, masked: bool) -> tuple[Any, Sums]:
-        """Slopes of the products of block ``j``, and their sums."""
+    def bend(
+        self, s: Any, dp: Callable[[], Any], j: Any, masked: bool, squared: bool
+    ) -> tuple[Any, Sums]:
+        """Slopes of the products of block ``j``, and their sums; some are ``squared`` as well."""
         at, key = places(self.shape, self.position, j * self.tile.keys)
         x = scored(s, at, key, self.slope, self.length, self.rules, masked)
         p = x.weights(spread(self.level, self.shape))
@@ -100,7 +105,8 @@ class Queries(NamedTuple):
         far = None if self.slope is None else jnp.abs(at - key).astype(jnp.float32)
         by_row = lambda y: jnp.sum(y, axis=1)
         reach = (None, None) if far is None else (by_row(ds * far), by_row(p * far))
-        return bent(ds, x), Sums(by_row(ds), by_row(ds * ds), *reach)
+        squares = by_row(ds * ds) if squared else None
+        return bent(ds, x), Sums(by_row(ds), jnp.max(p, axis=1), squares, *reach)
 
     def first(self, j: Any, masked: bool) -> tuple[Any, Any, Sums]:
         """dq so far, which is 0, the first block's slopes in halves, and their sums."""
@@ -109,7 +115,7 @@ class Queries(NamedTuple):
             self.start(scores, slopes, 0)
             s = mosaic().wgmma_accumulator_load(scores, wait_n=1)
             dp = lambda: mosaic().wgmma_accumulator_load(slopes, wait_n=0)
-            return self.bend(s, dp, j, masked)
+            return self.bend(s, dp, j, masked, True)
 
         ds, sums = products(both, self.shape, self.shape)
         self.values.release(0)
@@ -127,7 +133,7 @@ class Queries(NamedTuple):
             s = gpu.wgmma_accumulator_load(scores, wait_n=2)
             dp = lambda: gpu.wgmma_accumulator_load(slopes, wait_n=1)
             # The compiler moves nothing across a loop, and to wait is one: this stays above.
-            new, more = lax.optimization_barrier(self.bend(s, dp, j, masked))
+            new, more = lax.optimization_barrier(self.bend(s, dp, j, masked, masked))
             self.values.release(slot)
             total = gpu.wgmma_accumulator_load(result, wait_n=0)
             self.keys.release(before)
@@ -268,7 +274,7 @@ def gradients(
     n = cdiv(sizes.sq, GROUPS * of_queries.rows)
     numbers = like(lse, (sizes.b, sizes.h, n * GROUPS * of_queries.rows))
     some = None if slopes is None else numbers
-    name, out = "attention_hopper_query_gradients", (like(q), numbers, numbers, some, some)
+    name, out = "attention_hopper_query_gradients", (like(q), *(numbers,) * 3, *(some,) * 2)
     operands = q, k, v, g, lse, -delta, slopes, lengths
     dq, *sums = run(query_gradients_kernel, name, operands, out, of_queries, head=sizes.h, rows=n)
     sums = Sums(*(None if x is None else x[..., : sizes.sq] for x in sums))
@@ -279,7 +285,7 @@ def gradients(
         lost = sums.slopes if dlse is None else sums.slopes - dlse
         delta = delta + lost
         typical = jnp.sqrt(jnp.mean(jnp.where(sound, sums.squares, 0)))
-        marked |= jnp.abs(lost) > typical * LOST[q.dtype.name]
+        marked |= jnp.abs(lost) * sums.largest > typical * LOST[q.dtype.name]
         if dslopes is not None:
             dslopes += jnp.where(sums.reach == 0, 0, lost * sums.reach)
     operands = q, k, v, g, lse, delta, None, slopes, lengths
