@@ -25,7 +25,7 @@ from pallas_kernels import (
 from pallas_kernels._attention import Tile
 
 from . import blocks, hopper
-from .test_attention import plainly
+from .test_attention import OPTIONS, plainly
 
 TILE = Tile(16, 16, 1, 1)
 ANY = {"sq": (1, 3, 16, 33), "sk": (1, 7, 16, 33, 50), "d": (8, 16, 20), "dv": (5, 16, 33)}
@@ -240,6 +240,28 @@ def test_rounding_the_result_is_what_is_taken_back(monkeypatch):
     off = {name: off / unit for name, off, unit in errors(case, got)}
     assert off["o"] < 2
     assert min(off["dq"], off["dk"]) > 3
+
+
+def test_hopper_finds_rows_whose_weight_is_on_one_key(monkeypatch):
+    """And would be off by more than thrice as much if it did not."""
+    rng = np.random.default_rng(1)
+    normal = lambda *shape: rng.normal(size=shape).astype("bfloat16")
+    arrays = {
+        "q": normal(1, 2, 64, 64) * 20,
+        "k": normal(1, 1, 200, 64),
+        "v": normal(1, 1, 200, 64),
+    }
+    arrays |= {"do": normal(1, 2, 64, 64), "alibi": None, "dlse": None}
+    params = OPTIONS
+    seen, ahead = np.ones((1, 1, 64, 200), bool), np.zeros((1, 1, 64, 200), int)
+    case = Case(arrays, params, None, seen, ahead, {"bad": np.nan})
+    for most, missed in ((attention_hopper_gradients.LOST, False), ({"bfloat16": 1e9}, True)):
+        monkeypatch.setattr(attention_hopper_gradients, "LOST", most)
+        with hopper.simulated(monkeypatch):
+            got = by_hopper(case)
+        off = {name: off / unit for name, off, unit in errors(case, got)}
+        assert max(off["o"], off["dk"], off["dv"]) < 2
+        assert (off["dq"] > 3) == missed
 
 
 def test_people_write_what_errors_are_measured_by():
