@@ -133,7 +133,9 @@ def attended(case, dtype):
     least = {"lse": (np.abs(q) @ turned(np.abs(k))) * abs(scale) + (case.params["softcap"] or 0)}
     loose = p * (1 - p) * least["lse"]
     terms = (p + loose) * (np.abs(do) @ turned(np.abs(v)) + np.abs(dlse)) * abs(scale)
-    least |= {"o": loose @ np.abs(v), "dv": shared(turned(loose) @ np.abs(do))}
+    # The gradient is given log-sum-exps in float32: rounded, and once more in powers of two.
+    given = loose + p * np.where(np.isfinite(lse), np.abs(lse), 0)[..., None] / 5
+    least |= {"o": loose @ np.abs(v), "dv": shared(turned(given) @ np.abs(do))}
     least |= {"dq": terms @ np.abs(k), "dk": shared(turned(terms) @ np.abs(q))}
     return found, least | {"dslopes": (terms * far).sum((0, 2, 3)) / abs(scale)}
 
