@@ -107,7 +107,7 @@ def splits(devices: int) -> list[Split]:
         dtype = "bfloat16" if "bfloat16" in dtypes else dtypes[0]
         example = next(iter(op.examples()))
         for factor in free(op, example, dtype):
-            larger = stretched(op, example, dtype, factor, devices)
+            larger = stretched(op, example, dtype, {factor: devices})
             if not accepted(op, larger):
                 continue
             arrays, params = filled(op, larger, dtype)
@@ -128,9 +128,9 @@ def free(op: Op, example: dict[str, Any], dtype: str) -> tuple[str, ...]:
 
 
 def stretched(
-    op: Op, example: dict[str, Any], dtype: str, factor: str, devices: int
+    op: Op, example: dict[str, Any], dtype: str, devices: dict[str, int]
 ) -> dict[str, Any]:
-    """The example with that many times as much of a factor; of numbers every other part turned."""
+    """The example with so many times as much of factors; of numbers every other part turned."""
     arrays, params = filled(op, example, dtype)
     rule = op.sharding(*arrays, **params)
     variadic = op.signature.variadic
@@ -139,12 +139,13 @@ def stretched(
     larger = list(given)
     for i, dims in zip(present, rule.operands, strict=False):  # numbers come last
         x = given[i]
-        for axis in [i for i, factors in enumerate(dims) if factors[0] == factor]:
+        for axis, (factor, *_) in enumerate(dims):
+            count = devices.get(factor, 1)
             if isinstance(x, jax.ShapeDtypeStruct):
-                shape = [n * devices if i == axis else n for i, n in enumerate(x.shape)]
+                shape = [n * count if i == axis else n for i, n in enumerate(x.shape)]
                 x = jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-            else:
-                turned = [np.flip(x, axis) if i % 2 else x for i in range(devices)]
+            elif count > 1:
+                turned = [np.flip(x, axis) if i % 2 else x for i in range(count)]
                 x = np.concatenate(turned, axis)
         larger[i] = x
     params = {n: x for n, x in example.items() if n not in op.inputs}

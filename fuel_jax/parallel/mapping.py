@@ -38,7 +38,7 @@ def sharded(op: Op[P, R], mesh: Mesh, specs: Sequence[PartitionSpec | None]) -> 
     def run(*args: Any, **kwargs: Any) -> Any:
         params, arrays = op._bind(args, kwargs)
         out = op.out(*args, **kwargs)
-        rule = op.sharding(*args, **kwargs)
+        rule = op._rule(params, arrays, out)
         given = [(x, spec) for x, spec in zip(arrays, pad(specs, arrays), strict=True)]
         present = [(x, spec or PartitionSpec()) for x, spec in given if x is not None]
         asked = [tuple(spec) for _, spec in present]

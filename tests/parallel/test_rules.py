@@ -53,8 +53,8 @@ def spread(op):
     The kernel is the one that serves; ``split`` has the mesh axis of each.
     """
     example, dtype, factors = splittable(op)
-    for factor, size in zip(factors, sizes_of(len(factors)), strict=True):
-        example = several.stretched(op, example, dtype, factor, size)
+    devices = dict(zip(factors, sizes_of(len(factors)), strict=True))
+    example = several.stretched(op, example, dtype, devices)
     arrays, params = filled(op, example, dtype)
     serves = functools.partial(_check.serves, op, platform=_check.platform_here())
     kernel = next(k for k in op.kernels if serves(k, arrays=arrays, params=params))
