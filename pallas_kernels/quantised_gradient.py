@@ -40,13 +40,17 @@ SUMS = 2**13  # of four warps: 64 registers of each thread
 
 
 def cut(m: int, n: int, dtype: Any, packing: Packing) -> Cut:
-    """By the registers that the sums take, of codes times units times cotangents: not measured."""
+    """By the registers that the sums take, of codes times units times cotangents.
+
+    Measured on an H200 for NF4 and AWQ in halves, 1 to 2048 rows, and for Q4K in float32.
+    """
     codes, wide = packing.powers.size, dtype == jnp.float32
     columns = min(max(power_of_two(m), 16), 64 if wide else 128)
-    units = max((128 if wide else 256) // codes, 16)
-    rows = (16 if columns == 16 else 32) if wide else 64
+    units = max((128 if wide and columns > 16 else 256) // codes, 16)
+    rows = (16 if columns == 16 else 32) if wide else max(columns, 64)
     programs = cdiv(packing.units, units) * cdiv(m, columns)
-    parts = min(power_of_two(cdiv(PROGRAMS, programs)), 16, power_of_two(cdiv(n, rows)))
+    most = min(16, 1024 // rows)
+    parts = min(power_of_two(cdiv(PROGRAMS, programs)), most, power_of_two(cdiv(n, rows)))
     warps = 4 if columns * codes * units <= SUMS else 8
     return Cut(rows, columns, units, parts, warps, 2)
 

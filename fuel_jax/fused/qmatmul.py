@@ -268,18 +268,13 @@ def qmatmul_backward_blocked(upstream, w_q_bytes, *, quant_type, k, n, tile=None
 # -- on NVIDIA GPUs ------------------------------------------------------------------------
 
 
-NOT_YET_RUN = ("Q3K", "Q5K")
-
-
 def refuses_triton(a: Any, w_q_bytes: Any, *, quant_type: Any, k: int, n: int) -> str | None:
     """Streams whose bytes are not counted in 32 bits."""
     return kernels.refuses(a, n, k, w_q_bytes) or kernels.refuses_bytes(w_q_bytes)
 
 
 def declines_triton(a: Any, w_q_bytes: Any, *, quant_type: Any, k: int, n: int) -> str | None:
-    """Where XLA is as fast; what nobody has seen work."""
-    if quant_type.replace("_", "") in NOT_YET_RUN:
-        return f"its product with {quant_type} was compiled for a GPU and has not yet run on one"
+    """Where XLA is as fast."""
     return kernels.declines(a, n, quantised_gguf.GGUF[quant_type](k))
 
 
