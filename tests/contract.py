@@ -60,8 +60,8 @@ def fill(op, example, dtype):
     """The op with its parameters given, and data: drawn for abstract operands, cast for floats."""
     arrays, params = filled(op, example, dtype)
     return functools.partial(op, **params), [
-        jnp.asarray(x) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) else x
-        for x in arrays
+        jax.device_put(x) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) else x
+        for x in arrays  # ``asarray`` would compile a program for each shape
     ]
 
 
@@ -113,7 +113,7 @@ def weighted(f):
 def to64(arrays):
     """Float operands in float64, the rest as they are.  NumPy compiles nothing for it."""
     is_float = lambda x: hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
-    return [jnp.asarray(np.asarray(x, np.float64)) if is_float(x) else x for x in arrays]
+    return [np.asarray(x, np.float64) if is_float(x) else x for x in arrays]
 
 
 def close(got, want, tolerance, at_least=1e-30):

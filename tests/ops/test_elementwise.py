@@ -35,7 +35,7 @@ ROUND = {"float32": 0, "float64": 0, "bfloat16": 2.0**-8, "float16": 2.0**-11}  
 def stored(values, dtype):
     """The values as ``dtype`` holds them, and those as float64."""
     x = np.asarray(values, np.float64).astype(jnp.dtype(dtype))  # NumPy's cast compiles nothing
-    return jnp.asarray(x), x.astype(np.float64)
+    return jax.device_put(x), x.astype(np.float64)
 
 
 def in_each(f, xs):
