@@ -159,7 +159,7 @@ def backward(
     interpret: bool = False,
     tile: Tile = BACKWARD,
     edges: Tile = EDGES,
-    corrected: bool = True,
+    corrected: bool | None = None,
 ) -> tuple[jax.Array, ...]:
     """The gradients of u, Δ, a, b, c and the initial state; arguments as of the forward."""
     (batch, length, d), n = u.shape, a.shape[1]
@@ -168,6 +168,7 @@ def backward(
     padded_n = given["a"].shape[1]
     f32 = lambda *shape: like(u, shape, jnp.float32)
     out = {"edges": f32(batch, cdiv(length, tile.steps), d, padded_n)}
+    corrected = u.dtype == jnp.float32 if corrected is None else corrected
     how: dict[str, Any] = {"activate": activate, "corrected": corrected}
     kernel = functools.partial(forward_kernel, **how, every=tile.steps)
     before = {name: x for name, x in given.items() if name not in ("c", "dlast")}
