@@ -93,7 +93,8 @@ def splitting(splits: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         @functools.wraps(f)
         def run(*arrays: P.args, **params: P.kwargs) -> R:
             whole = functools.partial(f, **params)
-            return split(whole, whole, rule, interpreted=params.get("interpret", False))(*arrays)
+            interpreted = bool(params.get("interpret"))
+            return split(whole, whole, rule, interpreted=interpreted)(*arrays)
 
         return run
 

@@ -69,9 +69,7 @@ def along(parameter: str) -> RuleOf:
     return rule
 
 
-def beside_margins(
-    params: dict[str, Any], arrays: Sequence[Any], results: Sequence[Any]
-) -> Rule:
+def beside_margins(params: dict[str, Any], arrays: Sequence[Any], results: Sequence[Any]) -> Rule:
     """The rule of margins: axes without may be split."""
     return apart({i for i, both in enumerate(params["padding"]) if any(both)}, arrays, results)
 

@@ -136,9 +136,9 @@ def stretched(
     variadic = op.signature.variadic
     given = example[op.inputs[0]] if variadic else [example.get(n) for n in op.inputs]
     present = [i for i, x in enumerate(given) if hasattr(x, "dtype")]
-    larger = list(given)
+    larger: list[Any] = list(given)
     for i, dims in zip(present, rule.operands, strict=False):  # numbers come last
-        x = given[i]
+        x = larger[i]
         for axis, (factor, *_) in enumerate(dims):
             count = devices.get(factor, 1)
             if isinstance(x, jax.ShapeDtypeStruct):

@@ -128,16 +128,14 @@ def arg_examples() -> Iterator[dict[str, Any]]:
         yield {"x": jax.ShapeDtypeStruct(shape, jnp.float32), "dim": dim}
 
 
+OVER_DIMS: dict[str, Any] = {"precision": PRECISION, "splits": along("dims"), "examples": examples}
+TO_SHAPE: dict[str, Any] = {"precision": PRECISION, "splits": to_shape, "examples": shape_examples}
+
+
 # -- sums ----------------------------------------------------------------------------------
 
 
-@op(
-    OpKind.SumReduce,
-    precision=PRECISION,
-    rejects=dims_rejects,
-    splits=along("dims"),
-    examples=examples,
-)
+@op(OpKind.SumReduce, rejects=dims_rejects, **OVER_DIMS)
 def sum_reduce(x: Numbers[Array, "*shape"], *, dims: Dims = None) -> Array:
     """Σ x over axes.
 
@@ -155,13 +153,7 @@ def sum_reduce(x: Numbers[Array, "*shape"], *, dims: Dims = None) -> Array:
     return lax.reduce_sum(lifted(x), axes_of(x.ndim, dims)).astype(x.dtype)
 
 
-@op(
-    OpKind.MeanReduce,
-    precision=PRECISION,
-    rejects=mean_rejects,
-    splits=along("dims"),
-    examples=examples,
-)
+@op(OpKind.MeanReduce, rejects=mean_rejects, **OVER_DIMS)
 def mean_reduce(x: Floats[Array, "*shape"], *, dims: Dims = None) -> Array:
     """Σ x / n over the n elements of axes.
 
@@ -184,13 +176,7 @@ def mean_reduce(x: Floats[Array, "*shape"], *, dims: Dims = None) -> Array:
     return (lax.reduce_sum(wide(x), axes) / n).astype(x.dtype)
 
 
-@op(
-    OpKind.ReduceSumTo,
-    precision=PRECISION,
-    rejects=shape_rejects,
-    splits=to_shape,
-    examples=shape_examples,
-)
+@op(OpKind.ReduceSumTo, rejects=shape_rejects, **TO_SHAPE)
 def reduce_sum_to(x: Numbers[Array, "*shape"], *, shape: Shape) -> Array:
     """Σ x over the axes along which ``shape`` would be broadcast to x: the gradient of that.
 
@@ -277,13 +263,7 @@ def sum_to_by_folding(x: Array, *, shape: Shape) -> Array:
 # -- extremes ------------------------------------------------------------------------------
 
 
-@op(
-    OpKind.MaxReduce,
-    precision=PRECISION,
-    rejects=dims_rejects,
-    splits=along("dims"),
-    examples=examples,
-)
+@op(OpKind.MaxReduce, rejects=dims_rejects, **OVER_DIMS)
 def max_reduce(x: Numbers[Array, "*shape"], *, dims: Dims = None) -> Array:
     """max x over axes; NaN if any element is.
 
@@ -302,13 +282,7 @@ def max_reduce(x: Numbers[Array, "*shape"], *, dims: Dims = None) -> Array:
     return extreme(x, axes_of(x.ndim, dims), True)
 
 
-@op(
-    OpKind.MinReduce,
-    precision=PRECISION,
-    rejects=dims_rejects,
-    splits=along("dims"),
-    examples=examples,
-)
+@op(OpKind.MinReduce, rejects=dims_rejects, **OVER_DIMS)
 def min_reduce(x: Numbers[Array, "*shape"], *, dims: Dims = None) -> Array:
     """min x over axes; NaN if any element is.
 
@@ -327,13 +301,7 @@ def min_reduce(x: Numbers[Array, "*shape"], *, dims: Dims = None) -> Array:
     return extreme(x, axes_of(x.ndim, dims), False)
 
 
-@op(
-    OpKind.ReduceMaxTo,
-    precision=PRECISION,
-    rejects=shape_rejects,
-    splits=to_shape,
-    examples=shape_examples,
-)
+@op(OpKind.ReduceMaxTo, rejects=shape_rejects, **TO_SHAPE)
 def reduce_max_to(x: Numbers[Array, "*shape"], *, shape: Shape) -> Array:
     """max x over the axes along which ``shape`` would be broadcast to x.
 

@@ -121,8 +121,8 @@ def judge(ops):
             compiled = run.lower(laid).compile()
         whole = jax.jit(lambda found: found, out_shardings=NamedSharding(mesh, P()))
         got = jax.device_get(whole(compiled(laid)))  # of other processes, too
-        for case, *results in zip(cases, got, want, strict=True):
-            excess = _check.excess(*results, case.op.precision.tolerance)
+        for case, mine, its in zip(cases, got, want, strict=True):
+            excess = _check.excess(mine, its, case.op.precision.tolerance)
             assert excess <= TWICE, f"{case.op.name} by {way}"
         moved = sent(compiled.as_text())
         assert set(moved) <= {"all-reduce"}, way
