@@ -201,7 +201,7 @@ def forward(
     if parts is None:
         parts = parts_of(batch, length, tile.blocks(d, given["a"].shape[1]))
     activate = step_size(delta_softplus)
-    corrected = u.dtype == jnp.float32 if corrected is None else corrected
+    corrected = bool(u.dtype == jnp.float32) if corrected is None else corrected
     kernel = functools.partial(forward_kernel, activate=activate, corrected=corrected)
     given |= {
         name: x.reshape(batch * parts, -1, x.shape[2])

@@ -168,7 +168,7 @@ def backward(
     padded_n = given["a"].shape[1]
     f32 = lambda *shape: like(u, shape, jnp.float32)
     out = {"edges": f32(batch, cdiv(length, tile.steps), d, padded_n)}
-    corrected = u.dtype == jnp.float32 if corrected is None else corrected
+    corrected = bool(u.dtype == jnp.float32) if corrected is None else corrected
     how: dict[str, Any] = {"activate": activate, "corrected": corrected}
     kernel = functools.partial(forward_kernel, **how, every=tile.steps)
     before = {name: x for name, x in given.items() if name not in ("c", "dlast")}
