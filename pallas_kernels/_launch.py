@@ -172,9 +172,15 @@ def warpgroups(
             compiler_params=mosaic().CompilerParams(approx_math=True),
         )(*(x for x in operands if x is not None))
         rest = iter(results)
-        return tuple(None if x is None else next(rest) for x in out)
+        return tuple(None if x is None else varying(next(rest), x) for x in out)
 
     return run
+
+
+def varying(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """``x`` as it varies over mesh axes under ``shard_map``, which Mosaic forgets."""
+    axes = like.manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying
+    return lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
 def dynamic_slice(start: Any, size: int) -> Any:

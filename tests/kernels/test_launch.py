@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec as P
 
 import fuel_jax
 from pallas_kernels import _launch, arg_extreme, cumsum, norms, softmax
@@ -107,6 +107,19 @@ def test_hoppers_gradients_lower(width, options):
     for part in ("hopper_query_gradients", "hopper_key_gradients", "query_gradients_mend"):
         assert f"fuel_attention_{part}" in text
     assert ("fuel_attention_key_gradients_mend" in text) == bool(options)
+
+
+def test_hoppers_attention_lowers_for_parts_of_many():
+    """Under ``vmap`` and in ``shard_map``, which checks what varies over which devices."""
+    auto = (AxisType.Auto,)
+    mesh = AbstractMesh((2,), ("b",), axis_types=auto, abstract_device=H200)
+    x = jax.ShapeDtypeStruct((4, 1, 2, 64, 64), "bfloat16")
+    attend = jax.vmap(lambda q, k, v: fuel_jax.flash_attn.using("mosaic")(q, k, v, causal=True))
+    part = jax.shard_map(attend, mesh=mesh, in_specs=P("b"), out_specs=P("b"))
+    gradient = lambda q, k, v, do: jax.vjp(part, q, k, v)[1](do)
+    with jax.sharding.use_abstract_mesh(mesh):
+        program = jax.jit(gradient).trace(x, x, x, x).lower(lowering_platforms=("cuda",))
+    assert program.as_text().count("@mosaic_gpu") == 3
 
 
 def test_paged_attention_lowers():
