@@ -40,9 +40,11 @@ def refuses(q, k, v, *operands, **params) -> str | None:
 
 def refuses_gradient(q, k, v, *operands, **params) -> str | None:
     """What the kernels of the gradient cannot do."""
+    if reason := refuses(q, k, v):
+        return reason
     if q.shape[-1] not in OF_KEYS:
         return f"sums for keys and values {q.shape[-1]} wide do not fit into registers"
-    return refuses(q, k, v)
+    return None
 
 
 def declines(q, k, v, *operands, **params) -> str | None:
