@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ._attention import Rules, Sizes, Span
 from ._launch import LOG2_E, mosaic
 
 GROUPS = 2  # that compute; one more copies
@@ -57,6 +59,51 @@ def barriers(arrivals: int, n: int) -> Any:
 def slots(stages: int, memory: Callable[..., Any], *shape: int) -> tuple[Any, Any, Any]:
     """What :class:`Copies` are made of, for ``stages`` blocks at a time."""
     return memory(stages, *shape), barriers(1, stages), barriers(GROUPS, stages)
+
+
+def keys_met(
+    low: Any, rows: int, length: Any, sizes: Sizes, keys: int, rules: Rules, ragged: bool
+) -> tuple[Any, Span]:
+    """The first block of keys, and those after it, that rows from position ``low`` on meet.
+
+    The first one is always met, though nobody see it.
+    """
+    high = jnp.minimum(low + rows, length) - 1
+    span = Span.seen(low, high, length, sizes.sk, keys, rules, ragged)
+    first = jnp.minimum(span.first, (sizes.sk - 1) // keys)
+    whole, edge, last = (jnp.maximum(x, first + 1) for x in (span.whole, span.edge, span.last))
+    return first, span._replace(first=first + 1, whole=whole, edge=edge, last=last)
+
+
+def pass_by(
+    pairs: Sequence[tuple[Copies, Any]],
+    at: Callable[[Any], tuple[Any, ...]],
+    first: Any,
+    last: Any,
+    stages: int,
+) -> None:
+    """What the third group does: block after block into the chip, as the others are done.
+
+    Args:
+        pairs: copies and where they come from, those first that are done with first.
+        at: where block j begins.
+        first: number of the first block, which has slot 0.
+        last: of the one after the last.
+        stages: slots.
+    """
+    mosaic().set_max_registers(REGISTERS[1], action="decrease")
+
+    def begin(t: int) -> None:
+        for copies, ref in pairs:
+            copies.start(ref, at(first + t), t)
+
+    def go_on(j: Any, _: None) -> None:
+        for copies, ref in pairs:
+            copies.replace(ref, at(j), lax.rem(j - first, jnp.int32(stages)))
+
+    for t in range(stages):
+        lax.cond(first + t < last, functools.partial(begin, t), lambda: None)
+    lax.fori_loop(first + stages, last, go_on, None)
 
 
 def spread(x: jax.Array, shape: tuple[int, ...], axis: int = 0) -> jax.Array:

@@ -19,8 +19,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._attention import Rules, Sizes, Span, Tile, length_of, level_of, scored
-from ._hopper import GROUPS, REGISTERS, Copies, barriers, matrices, places, slope_of, slots, spread
+from ._attention import Rules, Sizes, Tile, length_of, level_of, scored
+from ._hopper import (
+    GROUPS,
+    REGISTERS,
+    Copies,
+    barriers,
+    keys_met,
+    matrices,
+    pass_by,
+    places,
+    slope_of,
+    slots,
+    spread,
+)
 from ._launch import cdiv, dynamic_slice, exp2, like, mosaic, warpgroups
 from .attention import LN_2, mended, width_of
 
@@ -154,12 +166,7 @@ def attend_kernel(*refs: Any, sizes: Sizes, tile: Tile, rules: Rules) -> None:
     start = (cdiv(sizes.sq, per_program) - 1 - i) * per_program  # under causality the last do most
     length, valid = length_of(lengths, sequence, sizes)
     low = start + length - sizes.sq
-    high = jnp.minimum(low + per_program, length) - 1
-    span = Span.seen(low, high, length, sizes.sk, tile.keys, rules, lengths is not None)
-    # A first block is always met, though nobody see it.
-    first = jnp.minimum(span.first, (sizes.sk - 1) // tile.keys)
-    whole, edge, last = (jnp.maximum(x, first + 1) for x in (span.whole, span.edge, span.last))
-    span = span._replace(first=first + 1, whole=whole, edge=edge, last=last)
+    first, span = keys_met(low, per_program, length, sizes, tile.keys, rules, lengths is not None)
     slot_of = lambda j: lax.rem(j - first, jnp.int32(tile.stages))
 
     def compute(scratch: Scratch) -> None:
@@ -192,22 +199,9 @@ def attend_kernel(*refs: Any, sizes: Sizes, tile: Tile, rules: Rules) -> None:
         gpu.wait_smem_to_gmem(0)
 
     def copy(scratch: Scratch) -> None:
-        gpu.set_max_registers(REGISTERS[1], action="decrease")
-        both = (scratch.keys, k_ref), (scratch.values, v_ref)
         key_head = lax.div(head, jnp.int32(sizes.group))
         at = lambda j: (sequence, key_head, dynamic_slice(j * tile.keys, tile.keys))
-
-        def begin(t: int) -> None:
-            for copies, ref in both:
-                copies.start(ref, at(first + t), t)
-
-        def go_on(j: Any, _: None) -> None:
-            for copies, ref in both:
-                copies.replace(ref, at(j), slot_of(j))
-
-        for t in range(tile.stages):
-            lax.cond(first + t < span.last, functools.partial(begin, t), lambda: None)
-        lax.fori_loop(first + tile.stages, span.last, go_on, None)
+        pass_by(((scratch.keys, k_ref), (scratch.values, v_ref)), at, first, span.last, tile.stages)
 
     def run(scratch: Scratch) -> None:
         lax.cond(me < GROUPS, lambda: compute(scratch), lambda: copy(scratch))

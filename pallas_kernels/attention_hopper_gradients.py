@@ -24,14 +24,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._attention import Rules, Sizes, Span, Tile, base_of, length_of, scored
+from ._attention import Rules, Sizes, Tile, base_of, length_of, scored
 from ._hopper import (
     GROUPS,
     REGISTERS,
     Copies,
     barriers,
+    keys_met,
     matrices,
     numbers_of,
+    pass_by,
     places,
     products,
     slope_of,
@@ -163,12 +165,7 @@ def query_gradients_kernel(*refs: Any, sizes: Sizes, tile: Tile, rules: Rules) -
     start = (cdiv(sizes.sq, per_program) - 1 - i) * per_program  # under causality the last do most
     length, _ = length_of(lengths, sequence, sizes)
     low = start + length - sizes.sq
-    high = jnp.minimum(low + per_program, length) - 1
-    span = Span.seen(low, high, length, sizes.sk, tile.keys, rules, lengths is not None)
-    # A first block is always met, though nobody see it.
-    first = jnp.minimum(span.first, (sizes.sk - 1) // tile.keys)
-    whole, edge, last = (jnp.maximum(x, first + 1) for x in (span.whole, span.edge, span.last))
-    span = span._replace(first=first + 1, whole=whole, edge=edge, last=last)
+    first, span = keys_met(low, per_program, length, sizes, tile.keys, rules, lengths is not None)
     slot_of = lambda j: lax.rem(j - first, jnp.int32(tile.stages))
 
     def compute(rows: Any, numbers: Any, arrived: Any, keys: Copies, values: Copies) -> None:
@@ -205,22 +202,9 @@ def query_gradients_kernel(*refs: Any, sizes: Sizes, tile: Tile, rules: Rules) -
         gpu.wait_smem_to_gmem(0)
 
     def copy(keys: Copies, values: Copies) -> None:
-        gpu.set_max_registers(REGISTERS[1], action="decrease")
-        both = (keys, k_ref), (values, v_ref)
         key_head = lax.div(head, jnp.int32(sizes.group))
         at = lambda j: (sequence, key_head, dynamic_slice(j * tile.keys, tile.keys))
-
-        def begin(t: int) -> None:
-            for copies, ref in both:
-                copies.start(ref, at(first + t), t)
-
-        def go_on(j: Any, _: None) -> None:
-            for copies, ref in reversed(both):  # values are done with first
-                copies.replace(ref, at(j), slot_of(j))
-
-        for t in range(tile.stages):
-            lax.cond(first + t < span.last, functools.partial(begin, t), lambda: None)
-        lax.fori_loop(first + tile.stages, span.last, go_on, None)
+        pass_by(((values, v_ref), (keys, k_ref)), at, first, span.last, tile.stages)
 
     def run(rows: Any, numbers: Any, arrived: Any, k: Any, v: Any) -> None:
         keys, values = Copies(*k), Copies(*v)

@@ -23,6 +23,7 @@ from ._hopper import (
     barriers,
     matrices,
     numbers_of,
+    pass_by,
     places,
     products,
     slope_of,
@@ -137,7 +138,6 @@ def key_gradients_kernel(*refs: Any, sizes: Sizes, tile: Tile, rules: Rules) -> 
         gpu.wait_smem_to_gmem(0)
 
     def copy(rows: Passing) -> None:
-        gpu.set_max_registers(REGISTERS[1], action="decrease")
         four = tuple(zip(rows, (q_ref, g_ref, lse_ref, less_ref), strict=True))
 
         def at(t: Any) -> tuple[Any, ...]:
@@ -145,18 +145,7 @@ def key_gradients_kernel(*refs: Any, sizes: Sizes, tile: Tile, rules: Rules) -> 
             i = span.first + lax.rem(t, count)
             return sequence, head, dynamic_slice(i * tile.rows, tile.rows)
 
-        def begin(t: int) -> None:
-            for copies, ref in four:
-                copies.start(ref, at(jnp.int32(t)), t)
-
-        def go_on(t: Any, _: None) -> None:
-            for copies, ref in four:
-                copies.replace(ref, at(t), slot_of(t))
-
-        total = count * sizes.group
-        for t in range(tile.stages):
-            lax.cond(t < total, functools.partial(begin, t), lambda: None)
-        lax.fori_loop(jnp.int32(tile.stages), total, go_on, None)
+        pass_by(four, at, jnp.int32(0), count * sizes.group, tile.stages)
 
     def run(mine: Any, numbers: Any, arrived: Any, *passing: Any) -> None:
         rows = Passing(*(Copies(*x) for x in passing))
