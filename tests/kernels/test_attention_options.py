@@ -133,8 +133,9 @@ def attended(case, dtype):
     least = {"lse": (np.abs(q) @ turned(np.abs(k))) * abs(scale) + (case.params["softcap"] or 0)}
     loose = p * (1 - p) * least["lse"]
     terms = (p + loose) * (np.abs(do) @ turned(np.abs(v)) + np.abs(dlse)) * abs(scale)
-    # The gradient is given log-sum-exps in float32, rounded, and once more in powers of two.  Each is
-    # off by up to 2⁻²⁴ of itself, both by 0.6 of that as root of squares: a fifth of a unit at most.
+    # The gradient is given log-sum-exps in float32, rounded, and once more in powers of two.  Each
+    # is off by up to 2⁻²⁴ of itself, both by 0.6 of that as root of squares: less than a fifth of a
+    # unit.
     given = loose + p * np.where(np.isfinite(lse), np.abs(lse), 0)[..., None] / 5
     least |= {"o": loose @ np.abs(v), "dv": shared(turned(given) @ np.abs(do))}
     least |= {"dq": terms @ np.abs(k), "dk": shared(turned(terms) @ np.abs(q))}
