@@ -22,8 +22,8 @@ LITTLE = 2**34  # heads × queries × keys × width
 
 # By the width of a head, up to: as many keys as fit, twice.
 FORWARD = {n: Tile(ROWS, keys, WARPS, 2) for n, keys in ((64, 128), (128, 128), (256, 64))}
-OF_KEYS = {64: Tile(64, ROWS, WARPS, 3), 128: Tile(64, ROWS, WARPS, 2)}
-OF_QUERIES = {64: Tile(ROWS, 128, WARPS, 3), 128: Tile(ROWS, 64, WARPS, 4)}
+OF_KEYS = {64: Tile(128, ROWS, WARPS, 2), 128: Tile(64, ROWS, WARPS, 2)}
+OF_QUERIES = dict.fromkeys((64, 128), Tile(ROWS, 64, WARPS, 4))
 
 
 def refuses(q, k, v, *operands, **params) -> str | None:
@@ -62,8 +62,6 @@ def declines(q, k, v, *operands, **params) -> str | None:
 def declines_gradient(q, k, v, *operands, **params) -> str | None:
     """Where Triton's are as fast: what comes before and after the kernels counts."""
     (b, h, sq, d), sk = q.shape, k.shape[2]
-    if d == 64:
-        return "at a width of 64, with what is computed again, Triton's are as fast"
     if b * h * sq * sk * d < LITTLE:
         return "there is little to do: to look for rows to be computed again takes as long"
     return None

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fuel_jax.fused import _attention_triton as triton
+from fuel_jax.fused import _attention_hopper as shipped, _attention_triton as triton
 from pallas_kernels import (
     attention,
     attention_gradients,
@@ -208,8 +208,9 @@ def by_pages(case):
 
 def by_hopper(case):
     """Hopper's kernels."""
-    tile, mending = Tile(64, 64, 8, 2), Tile(32, 32, 1, 1)
-    backward = {"of_keys": tile, "of_queries": tile, "mending": (mending, mending)}
+    tile, mending, d = Tile(64, 64, 8, 2), Tile(32, 32, 1, 1), case.arrays["q"].shape[-1]
+    backward = {"of_keys": shipped.OF_KEYS[d], "of_queries": shipped.OF_QUERIES[d]}
+    backward |= {"mending": (mending, mending)}
     gradients = attention_hopper_gradients.gradients
     forward = {"tile": tile, "mending": mending}
     return both(case, attention_hopper.attend, gradients, forward, backward)
