@@ -116,12 +116,13 @@ def run_profile(given: Sequence[str]) -> int:
     parser.add_argument("--tiny", action="store_true", help="small shapes only: to try it out")
     parser.add_argument(
         "--suite",
-        choices=["default", "h200", "several", "train-step", "decode"],
+        choices=["default", "h200", "sweep", "several", "train-step", "decode"],
         default="default",
-        help="h200: cases beside XLA, cuDNN and PyTorch; several: all devices beside one, what is "
+        help="h200: cases beside XLA, cuDNN and PyTorch; sweep: whether the fastest implementation "
+        "is chosen, over many shapes; several: all devices beside one, what is "
         "sent and how it scales; train-step: a decoder's training step in several ways; "
         "decode: tokens a second in halves and in four bits.  "
-        "All exit with 1 if ours failed",
+        "All exit with 1 if ours failed, sweep if another was faster",
     )
     parser.add_argument(
         "--rows", metavar="FILE", help="suites: append a line of JSON for each case"
@@ -154,6 +155,8 @@ def run_profile(given: Sequence[str]) -> int:
         from .judge import train_step as runner, train_step as suite
     elif asked.suite == "decode":
         from .judge import decode as runner, decode as suite
+    elif asked.suite == "sweep":
+        from .judge import shapes as suite, sweep as runner
     else:
         from .judge import h200 as suite, profile as runner
 

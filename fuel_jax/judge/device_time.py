@@ -12,15 +12,17 @@ they are short.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pathlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 ROUNDS = 7
@@ -32,6 +34,7 @@ MOST_JOINED = 24
 PROFILED = 8  # launches of a program that the profiler watches
 
 Burst = Callable[[int], float]  # seconds of n launches
+T = TypeVar("T")
 
 
 def joined(floor_us: float) -> int:
@@ -126,10 +129,45 @@ def launched(burst: Burst, launches: int) -> list[float]:
 
 def watched(burst: Burst, launches: int) -> list[tuple[float, str, float]]:
     """When each kernel began, its name, and its microseconds; none where no profiler sees."""
+    with traced() as events:
+        burst(launches)
+    return events
+
+
+def stretches(work: Iterable[T]) -> list[tuple[T, float]]:
+    """Microseconds of the kernels that ``work`` runs, and waits for, after each thing it yields.
+
+    None where no profiler sees.  One trace for all, since to start and read one takes as long as
+    many launches.  Before each stretch the device counts the bits of three numbers, which nothing
+    else here does: that kernel tells where one ends.
+    """
+    mark = jax.jit(lax.population_count).lower(numbers := jnp.arange(3)).compile()
+    jax.block_until_ready(mark(numbers))
+    keys: list[T] = []
+    with traced() as events:
+        for key in work:
+            jax.block_until_ready(mark(numbers))
+            keys.append(key)
+    took: list[float] = []
+    counted = min(events)[1] if events else ""
+    for _, name, us in sorted(events):
+        if name == counted:
+            took.append(0.0)
+        else:
+            took[-1] += us
+    return [*zip(keys, took, strict=True)] if len(took) == len(keys) else []
+
+
+@contextlib.contextmanager
+def traced() -> Iterator[list[tuple[float, str, float]]]:
+    """The device's kernels in a block, known when it ends."""
+    events: list[tuple[float, str, float]] = []
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # what Python does meanwhile nobody reads
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            burst(launches)
-        return [
+        with jax.profiler.trace(folder, profiler_options=options):
+            yield events
+        events += [
             (event.start_ns, event.name, event.duration_ns * 1e-3)
             for file in pathlib.Path(folder).rglob("*.xplane.pb")
             for plane in jax.profiler.ProfileData.from_file(str(file)).planes

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import (
+    argmax_dim,
     awq_matmul,
     causal_conv1d,
     conv2d,
+    cumsum,
     flash_attn,
     fused_linear,
     fused_softmax_cross_entropy,
@@ -45,10 +47,10 @@ def dense(f: Any) -> Peer:
     return Peer(lambda x, w: x @ w.T, unpacked)
 
 
-def rows(op: Any, plain: Any, *, r: int, c: int, **params: Any) -> Work:
+def rows(op: Any, plain: Any, *, r: int, c: int, dtype: str = "bfloat16", **params: Any) -> Work:
     """An op on each of r rows of width c."""
     peers = {"jnp": Peer(plain)}
-    return Work(op, (Spec((r, c)),), params, (FEW,), (FEW,), peers=peers)
+    return Work(op, (Spec((r, c), dtype),), params, (FEW,), (FEW,), peers=peers)
 
 
 Family = Callable[..., Work]
@@ -58,11 +60,13 @@ log_softmax: Family = functools.partial(
 )
 rms_norm: Family = functools.partial(rows, rms_norm_last_dim, spellings.rms_norm, eps=1e-6)
 layer_norm: Family = functools.partial(rows, layer_norm_last_dim, spellings.layer_norm, eps=1e-6)
+running_sum: Family = functools.partial(rows, cumsum, lambda x: jnp.cumsum(x, -1), dim=-1)
+largest: Family = functools.partial(rows, argmax_dim, lambda x: jnp.argmax(x, -1), dim=-1)
 
 
-def cross_entropy(*, r: int, v: int) -> Work:
+def cross_entropy(*, r: int, v: int, dtype: str = "bfloat16") -> Work:
     """The mean loss of r predictions over v words."""
-    specs = (Spec((r, v)), Spec((r,), "uint32", f"below {v}"))
+    specs = (Spec((r, v), dtype), Spec((r,), "uint32", f"below {v}"))
     peers = {"jnp": Peer(spellings.cross_entropy)}
     return Work(
         fused_softmax_cross_entropy,
@@ -103,10 +107,10 @@ def decoding(*, b: int, h: int, hk: int, d: int, context: int, page: int) -> Wor
     return Work(paged_attn, specs, {}, cuts, (LEAD,), peers=peers)
 
 
-def nf4(*, m: int, k: int, n: int) -> Work:
+def nf4(*, m: int, k: int, n: int, dtype: str = "bfloat16") -> Work:
     """m activations times a weight of NF4 codes."""
     specs = (
-        Spec((m, k)),
+        Spec((m, k), dtype),
         Spec((n, k // 2), "uint8"),
         Spec((n, k // 64), "float32", "positive"),
     )
@@ -117,11 +121,11 @@ def nf4(*, m: int, k: int, n: int) -> Work:
     )
 
 
-def awq(*, m: int, k: int, n: int) -> Work:
+def awq(*, m: int, k: int, n: int, dtype: str = "bfloat16") -> Work:
     """m activations times a weight of 4-bit codes with zero points."""
     groups = k // 128
     specs = (
-        Spec((m, k)),
+        Spec((m, k), dtype),
         Spec((n, k // 8), "uint32"),
         Spec((n, -(-groups // 8)), "uint32"),
         Spec((n, -(-groups // 8) * 8), "float16", "positive"),
@@ -132,9 +136,9 @@ def awq(*, m: int, k: int, n: int) -> Work:
     )
 
 
-def quantised(*, quant_type: Any, m: int, k: int, n: int) -> Work:
+def quantised(*, quant_type: Any, m: int, k: int, n: int, dtype: str = "float32") -> Work:
     """m activations times a weight in one of llama.cpp's formats."""
-    specs = (Spec((m, k), "float32"), Spec((n * k,), "uint32", quant_type))
+    specs = (Spec((m, k), dtype), Spec((n * k,), "uint32", quant_type))
     params = {"quant_type": quant_type, "k": k, "n": n}
     peers = {"dense": dense(functools.partial(qmatmul, **params))}
     return Work(qmatmul, specs, params, (FEW, WHOLE), (FEW,), peers=peers)
@@ -155,20 +159,20 @@ def selective(*, b: int, l: int, d: int, n: int, dtype: str) -> Work:
     return Work(selective_scan, specs, {}, cuts, (LEAD, LEAD), summed=(2,), peers=peers)
 
 
-def ssd(*, b: int, l: int, h: int, p: int, n: int, g: int) -> Work:
+def ssd(*, b: int, l: int, h: int, p: int, n: int, g: int, dtype: str = "bfloat16") -> Work:
     """A state-space scan of l steps: h heads of p channels and n states, g groups."""
-    group = Spec((b, l, g, n))
+    group = Spec((b, l, g, n), dtype)
     specs = (
-        *(Spec((b, l, h, p)), Spec((b, l, h), kind="positive"), Spec((h,), kind="negative")),
-        *(group, group),
+        *(Spec((b, l, h, p), dtype), Spec((b, l, h), dtype, "positive")),
+        *(Spec((h,), dtype, "negative"), group, group),
     )
     cuts = (LEAD, LEAD, WHOLE, LEAD, LEAD)
     return Work(ssd_chunk_scan, specs, {"chunk_size": 64}, cuts, (LEAD, LEAD), summed=(2,))
 
 
-def conv1d(*, b: int, c: int, l: int, k: int) -> Work:
+def conv1d(*, b: int, c: int, l: int, k: int, dtype: str = "bfloat16") -> Work:
     """A depthwise causal convolution of l steps, then SiLU."""
-    specs = (Spec((b, c, l + k - 1)), Spec((c, 1, k)), Spec((c,)))
+    specs = (Spec((b, c, l + k - 1), dtype), Spec((c, 1, k), dtype), Spec((c,), dtype))
     peers = {"jnp": Peer(spellings.causal_conv1d)}
     params = {"use_silu": True}
     return Work(causal_conv1d, specs, params, (LEAD, *SAME * 2), (LEAD,), peers=peers)

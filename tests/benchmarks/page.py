@@ -11,6 +11,8 @@ import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from fuel_jax.judge.sweep import label, missed, ordered
+
 from .cpu import brief, misses
 
 HERE = pathlib.Path(__file__).parents[2] / "docs" / "performance"
@@ -172,6 +174,66 @@ operands; sums of halves may be sent in float32.
 """
 
 
+def sweep() -> str:
+    """nvidia-h200-sweep.md."""
+    rows = [row for row in read(HERE / "nvidia-h200-sweep.jsonl") if "tiny" not in row]
+    rows = latest(rows, "case", "down", "across")
+    wrong = sorted(filter(missed, rows), key=lambda row: -(row["ratio"] or math.inf))
+    grids: dict[str, list[Line]] = {row["case"]: [] for row in [*wrong, *rows]}
+    for row in rows:
+        grids[row["case"]].append(row)
+    shown = "\n\n".join(f"## {case}\n\n{grid(found)}" for case, found in grids.items())
+    why = lambda row: "; ".join(f"{name}: {why}" for name, why in row["failed"].items())
+    cells = (
+        [
+            *(row["case"], f"{label(row['down'])} {label(row['across'])}", number(row["ratio"])),
+            ", ".join(f"{name} {micros(us)}" for name, us in ordered(row)),
+            why(row),
+        ]
+        for row in wrong
+    )
+    broken = sorted({f"{row['case']}: {why(row)}" for row in rows if row["failed"]})
+    listed = "\n".join(f"* {line}" for line in broken) or "None."
+    return f"""# The choices, over many shapes
+
+Written by `python -m tests.benchmarks.page` from `nvidia-h200-sweep.jsonl`, which
+`python -m fuel_jax profile --suite sweep --rows docs/performance/nvidia-h200-sweep.jsonl` appends
+to.  Who is chosen, and its time by that of the best of the others: implementations of the op that
+could have served, those that decline included, and what people write in plain JAX (`jnp`,
+`lax.scan`, `lax.associative_scan`).  Device time, launches on the same operands, median of three
+rounds in turns.  Forward and gradient are both named where they differ.
+
+Of {len(rows)} shapes {len(wrong)} miss: something else is faster by more than 5 % and 1 µs.  In the
+grids they are bold, and the cases that have any come first.
+
+{machines(rows, "device", "driver", "jax", "commit", "date")}
+
+{table("case|shape|ratio|µs, the chosen one first|failed", cells)}
+
+{shown}
+
+## What failed
+
+{listed}
+"""
+
+
+def grid(rows: list[Line]) -> str:
+    """A case's extents down and across: who is chosen, by the best of the others."""
+    at = {(label(row["down"]), label(row["across"])): row for row in rows}
+    down, across = (list(dict.fromkeys(place[i] for place in at)) for i in range(2))
+
+    def cell(row: Line | None) -> str:
+        if row is None:
+            return ""
+        said = f"{row['chosen']} {number(row['ratio'])}".strip()
+        return f"**{said}**" if missed(row) else said
+
+    return table(
+        "|".join(["", *across]), ([d, *(cell(at.get((d, a))) for a in across)] for d in down)
+    )
+
+
 def train_step() -> str:
     """train-step.md."""
     found: list[Line] = []
@@ -231,7 +293,8 @@ def fastest(item: tuple[str, Line]) -> float:
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    **{"cpu.md": cpu, "nvidia-h200.md": h200, "train-step.md": train_step},
+    **{"cpu.md": cpu, "nvidia-h200.md": h200, "nvidia-h200-sweep.md": sweep},
+    **{"train-step.md": train_step},
 }
 
 
