@@ -58,7 +58,7 @@ def declines(x: Any, *, dim: int) -> str | None:
         return f"axis {dim} has less than 64 elements: XLA sums it in one kernel"
     if dim % x.ndim < x.ndim - 1 and x.size < 2**16:
         return f"axis {dim} is not the last, and moving it takes longer than XLA's sum"
-    if x.size // n < MULTIPROCESSORS // 4:
+    if x.size // n < MULTIPROCESSORS // 4 and n > 2**15:
         return f"{x.size // n} rows leave most of the chip idle; XLA divides them"
     return None
 

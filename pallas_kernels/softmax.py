@@ -87,4 +87,4 @@ softmax_backward, log_softmax_backward = of(SOFTMAX_BACKWARD), of(LOG_SOFTMAX_BA
 
 def declines(x: Any) -> str | None:
     """Where XLA's softmax is as fast."""
-    return is_short(x) or is_unaligned(x) or are_few(x, 1)
+    return is_short(x) or is_unaligned(x, 1) or are_few(x, 1)

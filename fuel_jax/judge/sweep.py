@@ -286,12 +286,13 @@ def label(extents: Extents) -> str:
 
 def line(row: Row) -> str:
     """What is printed of a row."""
-    mark = "✗" if missed(row) else " "
-    times = ", ".join(f"{name} {us:g}" for name, us in ordered(row))
-    shown = [f"{label(row['down'])} {label(row['across'])}: {row['chosen']} of {times or 'none'}"]
-    shown += [f"×{row['ratio']}"] if row["ratio"] else []
+    times = [f"{name} {us:g}" for name, us in ordered(row)]
+    if row["chosen"] not in row["us"]:
+        times = [f"{row['chosen']} –", *times]
+    shown = [f"{label(row['down'])} {label(row['across'])}: {', '.join(times)}"]
+    shown += [f"×{row['ratio']:.2f}"] if row["ratio"] else []
     shown += [f"{name}: {why}" for name, why in row["failed"].items()]
-    return f"{mark} {'; '.join(shown)}"
+    return "; ".join(shown)
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
@@ -299,7 +300,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
     wrong = sorted(filter(missed, rows), key=lambda row: -(row["ratio"] or math.inf))
     limit = f"{SLOWER - 1:.0%} and {MICROSECONDS:g} µs"
     said = f"{len(rows)} shapes; in {len(wrong)} another is faster by more than {limit}"
-    return [said, *(f"{row['case']}  {line(row)}" for row in wrong)]
+    return [said, *(f"  {row['case']} {line(row)}" for row in wrong)]
 
 
 def profile(asked: Sequence[Case], rows: str | None = None, tiny: bool = False) -> int:
@@ -310,7 +311,8 @@ def profile(asked: Sequence[Case], rows: str | None = None, tiny: bool = False) 
     for i, case in enumerate(asked):
         print(f"\n[{i + 1}/{len(asked)}] {case.name}", flush=True)
         new = measured(case, tiny)
-        print("\n".join(map(line, new)))
+        for row in new:
+            print("✗" if missed(row) else " ", line(row))
         print(f"  {time.perf_counter() - began:.0f} s in all", flush=True)
         if rows:
             with open(rows, "a") as file:
