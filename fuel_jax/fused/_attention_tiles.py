@@ -37,7 +37,7 @@ def of_plan(plan: dict[str, Any], q: Any, hk: int, sk: int, width: int) -> Tiles
     extents |= {"rows": sq * (h // hk) if packed else sq, "keys": sk, "width": width}
     extents |= {"together": "group" if packed else "head"}
     if packed:
-        ways = [Shares(tile, parts) for tile in varied(first, **SIZES, warps=(2, 4, 8))]
+        ways = [Shares(tile, parts) for tile in varied(first, **SIZES, warps=(1, 2, 4, 8))]
         ways += [Shares(first, p) for p in around(parts, 1, cdiv(sk, first.keys))]
     else:
         tiles = [*varied(first, **SIZES, rows=(64, 128), warps=(4, 8))]
