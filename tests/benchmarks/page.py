@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from fuel_jax.judge.h200 import fits
 from fuel_jax.judge.sweep import label, missed, ordered
 
 from .cpu import brief, misses
@@ -82,13 +83,22 @@ keep what is promised; those that do not come first.
 """
 
 
+def limits(rows: Iterable[Line]) -> str:
+    """What keeps each case from its goal, where it misses one: a list."""
+    known = json.loads((HERE / "nvidia-h200-limits.json").read_text())
+    why = lambda name: next(
+        (said for words, said in known.items() if fits(name, words)), "Unknown."
+    )
+    return "\n".join(f"* {row['case']}: {why(row['case'])}" for row in rows)
+
+
 def h200() -> str:
     """nvidia-h200.md."""
     rows = [row for row in read(HERE / "nvidia-h200.jsonl") if "tiny" not in row]
     rows = latest(rows, "case")
     behind = lambda row: row.get("us", math.inf) / row["goal_us"]
     rows.sort(key=lambda row: (behind(row) <= 1, row["case"]))
-    met = sum(behind(row) <= 1 for row in rows)
+    late = [row for row in rows if behind(row) > 1]
 
     def peer(name: str, got: Line) -> str:
         return f"{name} {micros(got['us'])}"
@@ -110,11 +120,15 @@ def h200() -> str:
 Written by `python -m tests.benchmarks.page` from `nvidia-h200.jsonl`, which
 `python -m fuel_jax profile --suite h200 --rows docs/performance/nvidia-h200.jsonl` appends to.
 Microseconds of device time, median of interleaved rounds; the error is relative to float64, in the
-Euclidean norm.  Goals met: {met} of {len(rows)}; the others come first.
+Euclidean norm.  Goals met: {len(rows) - len(late)} of {len(rows)}; the others come first.
 
 {machines(rows, "device", "driver", "jax", "torch", "commit", "date")}
 
 {table(head, cells)}
+
+What limits those that miss their goal:
+
+{limits(late)}
 """
 
 
@@ -284,6 +298,44 @@ and averages.
 """
 
 
+def decode() -> str:
+    """decode.md."""
+    found: list[Line] = []
+    for row in read(HERE / "decode.jsonl"):
+        if "tiny" not in row:
+            said = {k: row[k] for k in (*WHERE, "case", "tokens")}
+            forms = ({"NF4": row} if "us" in row else {}) | row["peers"]
+            halves = {"halves": row["peers"].get("bfloat16", {}).get("us")}
+            found += [said | halves | got | {"form": form} for form, got in forms.items()]
+    rows = latest(found, "device", "case", "form")
+    rows.sort(key=lambda row: (row["device"], row["tokens"], row["us"]))
+
+    def cells(row: Line) -> list[str]:
+        total = sum(row["kernels_us"].values())
+        parts = [f"{kind} {us / total:.0%}" for kind, us in row["kernels_us"].items()]
+        return [
+            *(row["case"], row["form"], f"{row['tokens'] / row['us'] * 1e6:,.0f}"),
+            number(row["halves"] / row["us"] if row["halves"] else None),
+            *(micros(row["us"]), number(row["weight_bytes"] / 2**30)),
+            *(number(row["temporary_bytes"] / 2**20, ".0f"), number(row["compile_s"], ".0f")),
+            ", ".join(parts),
+        ]
+
+    head = "model|weights|tokens/s|of bfloat16's|µs a step|GiB of weights|temporary MiB"
+    return f"""# Decoding
+
+Written by `python -m tests.benchmarks.page` from `decode.jsonl`, which
+`python -m fuel_jax profile --suite decode --rows docs/performance/decode.jsonl` appends to.
+A step of a decoder of 8 billion weights (`fuel_jax/judge/decode.py`) for 1 and 16 sequences at the
+end of their context: the next token of each, the cache with it, one compiled program.  By the
+clock, the median of five rounds in which the forms of the weights take turns.
+
+{machines(rows, *WHERE)}
+
+{table(head + "|compiled in, s|time in kernels", map(cells, rows))}
+"""
+
+
 WHERE = ("device", "driver", "jax", "torch", "commit", "date")
 
 
@@ -294,7 +346,7 @@ def fastest(item: tuple[str, Line]) -> float:
 
 PAGES: dict[str, Callable[[], str]] = {
     **{"cpu.md": cpu, "nvidia-h200.md": h200, "nvidia-h200-sweep.md": sweep},
-    **{"train-step.md": train_step},
+    **{"train-step.md": train_step, "decode.md": decode},
 }
 
 
