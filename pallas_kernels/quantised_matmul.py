@@ -8,6 +8,7 @@ from . import quantised_dot as dots, quantised_gradient as gradients, quantised_
 from ._launch import LIMIT, unavailable
 from ._tiles import Tiles
 from .quantised import Packing
+from .quantised_runs import LEAST, Runs
 
 
 def refuses(x: Any, n: int, k: int, *weight: Any) -> str | None:
@@ -36,23 +37,36 @@ def rows_of(x: Any) -> int:
 
 SMALL = 2**23  # weights
 
+# Rows up to which tensor cores were faster than what XLA makes of a product, by the format of GGUF,
+# None for NF4 and AWQ, and whether in halves.
+MEASURED: dict[tuple[str | None, bool], int] = {(None, True): 256}
+MEASURED |= {(format, False): 128 for format in ("Q4_0", "Q4K", "Q6K", "Q8_0")}
 
-def declines(x: Any, n: int, packing: Packing) -> str | None:
-    """Where XLA is as fast, or may be: for rows of gathered words tensor cores are not measured."""
+
+def format_of(quant_type: str | None) -> str | None:
+    """In the spelling of the tables here, where there are several."""
+    return quant_type and quant_type.removesuffix("_M").replace("_K", "K")
+
+
+def declines(x: Any, n: int, *, quant_type: str | None = None, group: int = LEAST) -> str | None:
+    """Where XLA is as fast, or was not compared."""
     m, k = rows_of(x), x.shape[-1]
     if n * k < SMALL:
         return f"{n} x {k} weights are decoded as fast by XLA, in one kernel"
-    if m > few.most(x.dtype) and not packing.whole:
-        return f"{m} rows of activations; words that blocks share are gathered for few"
-    if m > dots.MOST:
-        return f"{m} rows of activations; for more than {dots.MOST} it decodes too often"
-    return None
+    if m <= few.most(x.dtype):
+        return None
+    if group < LEAST:
+        return f"{m} rows: for groups of {group} it multiplies too often"
+    most = MEASURED.get((format_of(quant_type), x.dtype.itemsize == 2))
+    if most is None:
+        return f"{m} rows in {x.dtype}: it was not compared with XLA for this format"
+    return f"{m} rows; for more than {most} it decodes too often" if m > most else None
 
 
-def tiles(x: Any, n: int, packing: Packing, **words: str) -> Tiles:
+def tiles(x: Any, n: int, packing: Packing, runs: Runs, **words: str) -> Tiles:
     """How a product may be cut; ``words`` tell formats apart."""
     m, k = rows_of(x), x.shape[-1]
-    cuts = few.cuts(packing) if m <= few.most(x.dtype) else dots.cuts(m, x.dtype)
+    cuts = few.cuts(packing) if m <= few.most(x.dtype) else dots.cuts(m, n, x.dtype, runs)
     return Tiles.of({"rows": m, "k": k, "n": n, **words}, *cuts)
 
 
@@ -61,6 +75,7 @@ def product(
     weight: tuple[jax.Array, ...],
     n: int,
     packing: Packing,
+    runs: Runs,
     *,
     name: str,
     interpret: bool,
@@ -68,24 +83,23 @@ def product(
 ) -> jax.Array:
     """x Wᵀ: ``[*batch, m, k]`` to ``[*batch, m, n]``; sums in float32, rounded once."""
     flat = x.reshape(-1, x.shape[-1])
-    m, options = len(flat), {"packing": packing, "name": name, "interpret": interpret}
+    m, options = len(flat), {"name": name, "interpret": interpret}
     if m <= few.most(x.dtype):
-        y = few.times_transposed(flat, weight, n, cut=tile or few.cut(packing), **options)
+        options |= {"packing": packing, "cut": tile or few.cut(packing)}
+        y = few.times_transposed(flat, weight, n, **options)
     else:
-        y = dots.times_transposed(flat, weight, n, cut=tile or dots.cut(m, x.dtype), **options)
+        options |= {"runs": runs, "cut": tile or dots.cut(m, n, x.dtype, runs)}
+        y = dots.times_transposed(flat, weight, n, **options)
     return y.reshape(*x.shape[:-1], n)
 
 
-# Rows up to which a product with the weight itself was faster than what XLA makes of it, by the
-# format of GGUF, None for NF4 and AWQ, and whether in halves.
-MEASURED = {(None, True): 256, ("Q4K", False): 16}
+MEASURED_GRADIENT = {(None, True): 256, ("Q4K", False): 16}  # likewise, with the weight itself
 
 
 def declines_gradient(g: Any, *weight: Any, quant_type: Any = None, **params: Any) -> str | None:
     """Where XLA is as fast, or was not compared."""
     m, n = rows_of(g), g.shape[-1]
-    format = quant_type and quant_type.replace("_", "")
-    most = MEASURED.get((format, g.dtype.itemsize == 2))
+    most = MEASURED_GRADIENT.get((format_of(quant_type), g.dtype.itemsize == 2))
     if most is None:
         return f"in {g.dtype} it was not compared with XLA for this format"
     if m > most:

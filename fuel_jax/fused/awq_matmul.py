@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import quantised, quantised_matmul as kernels
+from pallas_kernels import quantised, quantised_matmul as kernels, quantised_runs
 from pallas_kernels._tiles import Tiles
 
 from .._op import Precision
@@ -196,7 +196,7 @@ def awq_matmul(
     """activations @ Wᵀ,  W[n, k] = (code[n, k] − zero[n, g]) · scales[n, g],  g = k // group_size.
 
     AutoAWQ's GEMV layout.  Weights are exact for F16 scales; products are summed in float32
-    (float64 for float64 activations) and rounded once.  On NVIDIA GPUs more than four rows of half
+    (float64 for float64 activations) and rounded once.  On NVIDIA GPUs many rows of half
     activations meet a weight rounded to their dtype, for the tensor cores.  The weight is frozen;
     ``activations`` has a gradient.
 
@@ -306,8 +306,7 @@ def declines_triton(
     activations: Any, weight: Any, *rest: Any, group_size: int, split_k_iters: int
 ) -> str | None:
     """Where XLA is as fast."""
-    n, words = weight.shape
-    return kernels.declines(activations, n, quantised.awq(words, group_size))
+    return kernels.declines(activations, weight.shape[0], group=group_size)
 
 
 def tiles_triton(
@@ -315,7 +314,8 @@ def tiles_triton(
 ) -> Tiles:
     """How it may be cut."""
     n, words = weight.shape
-    return kernels.tiles(activations, n, quantised.awq(words, group_size))
+    packing, runs = quantised.awq(words, group_size), quantised_runs.awq(words, group_size)
+    return kernels.tiles(activations, n, packing, runs)
 
 
 def tiles_triton_backward(
@@ -337,9 +337,9 @@ def awq_matmul_by_triton(
 ):
     """Decoded in registers."""
     n, words = weight.shape
-    packing = quantised.awq(words, group_size)
+    packing, runs = quantised.awq(words, group_size), quantised_runs.awq(words, group_size)
     options = {"name": "awq_matmul", "interpret": interpret, "tile": tile}
-    return kernels.product(activations, (weight, zeros, scales), n, packing, **options)
+    return kernels.product(activations, (weight, zeros, scales), n, packing, runs, **options)
 
 
 @awq_matmul_backward.kernel(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import quantised, quantised_matmul as kernels
+from pallas_kernels import quantised, quantised_matmul as kernels, quantised_runs
 from pallas_kernels._tiles import Tiles
 
 from .._op import Precision
@@ -194,8 +194,8 @@ def nf4_matmul(
 
     The weights are those of bitsandbytes in float32; products are summed in float32 (float64 for
     float64 activations) and rounded once.  On NVIDIA GPUs more than four rows of half activations
-    meet a weight rounded to their dtype, for the tensor cores, as in bitsandbytes.  Codes and
-    scales are frozen; ``activations`` has a gradient.
+    meet levels or weights rounded to their dtype, for the tensor cores, as in bitsandbytes.  Codes
+    and scales are frozen; ``activations`` has a gradient.
 
     Args:
         activations: ``[*batch, m, k]``.
@@ -312,9 +312,7 @@ def declines_triton(
     activations: Any, w_packed: Any, absmax: Any, *, block_size: int, low_nibble_first: bool
 ) -> str | None:
     """Where XLA is as fast."""
-    n, half_k = w_packed.shape
-    packing = quantised.nf4(half_k // 4, block_size, low_nibble_first, LEVELS)
-    return kernels.declines(activations, n, packing)
+    return kernels.declines(activations, w_packed.shape[0], group=block_size)
 
 
 def tiles_triton(
@@ -322,8 +320,8 @@ def tiles_triton(
 ) -> Tiles:
     """How it may be cut."""
     n, half_k = w_packed.shape
-    packing = quantised.nf4(half_k // 4, block_size, low_nibble_first, LEVELS)
-    return kernels.tiles(activations, n, packing)
+    how = (half_k // 4, block_size, low_nibble_first, LEVELS)
+    return kernels.tiles(activations, n, quantised.nf4(*how), quantised_runs.nf4(*how))
 
 
 def tiles_triton_backward(
@@ -352,9 +350,10 @@ def nf4_matmul_by_triton(
 ):
     """Decoded in registers."""
     words = in_words(w_packed)
-    packing = quantised.nf4(words.shape[1], block_size, low_nibble_first, LEVELS)
+    how = (words.shape[1], block_size, low_nibble_first, LEVELS)
+    packing, runs = quantised.nf4(*how), quantised_runs.nf4(*how)
     options = {"name": "nf4_matmul", "interpret": interpret, "tile": tile}
-    return kernels.product(activations, (words, absmax), len(words), packing, **options)
+    return kernels.product(activations, (words, absmax), len(words), packing, runs, **options)
 
 
 @nf4_matmul_backward.kernel(

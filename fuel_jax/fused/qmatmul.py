@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import quantised_gguf, quantised_matmul as kernels
+from pallas_kernels import quantised_gguf, quantised_gguf_runs, quantised_matmul as kernels
 from pallas_kernels._tiles import Tiles
 
 from .._op import Precision
@@ -275,12 +275,13 @@ def refuses_triton(a: Any, w_q_bytes: Any, *, quant_type: Any, k: int, n: int) -
 
 def declines_triton(a: Any, w_q_bytes: Any, *, quant_type: Any, k: int, n: int) -> str | None:
     """Where XLA is as fast."""
-    return kernels.declines(a, n, quantised_gguf.GGUF[quant_type](k))
+    return kernels.declines(a, n, quant_type=quant_type)
 
 
 def tiles_triton(a: Any, w_q_bytes: Any, *, quant_type: Any, k: int, n: int) -> Tiles:
     """How it may be cut."""
-    return kernels.tiles(a, n, quantised_gguf.GGUF[quant_type](k), format=quant_type)
+    packing, runs = quantised_gguf.GGUF[quant_type](k), quantised_gguf_runs.RUNS[quant_type](k)
+    return kernels.tiles(a, n, packing, runs, format=quant_type)
 
 
 def tiles_triton_backward(
@@ -300,9 +301,9 @@ def tiles_triton_backward(
 )
 def qmatmul_by_triton(a, w_q_bytes, *, quant_type, k, n, tile=None, interpret=False):
     """Decoded in registers."""
-    packing = quantised_gguf.GGUF[quant_type](k)
+    packing, runs = quantised_gguf.GGUF[quant_type](k), quantised_gguf_runs.RUNS[quant_type](k)
     options = {"name": f"qmatmul_{quant_type.lower()}", "interpret": interpret, "tile": tile}
-    return kernels.product(a, (w_q_bytes,), n, packing, **options)
+    return kernels.product(a, (w_q_bytes,), n, packing, runs, **options)
 
 
 @qmatmul_backward.kernel(

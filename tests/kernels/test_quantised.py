@@ -13,7 +13,14 @@ import pytest
 
 from fuel_jax.fused import awq_matmul as awq, nf4_matmul as nf4, qmatmul as gguf
 from fuel_jax.fused._gguf_blocks import FORMATS
-from pallas_kernels import quantised, quantised_dot, quantised_gguf, quantised_rows
+from pallas_kernels import (
+    quantised,
+    quantised_dot,
+    quantised_gguf,
+    quantised_gguf_runs,
+    quantised_rows,
+    quantised_runs,
+)
 from pallas_kernels.quantised_rows import Cut
 
 from .test_launch import lowered
@@ -62,6 +69,7 @@ def nf4_weight(n, k, block_size, low_nibble_first):
 WEIGHTS = {
     "awq": functools.partial(awq_weight, 5, 384, 128),
     "awq, a group a row": functools.partial(awq_weight, 2, 512, 512),
+    "awq, small groups": functools.partial(awq_weight, 3, 216, 8),
     "nf4": functools.partial(nf4_weight, 3, 320, 64, False),
     "nf4, low nibbles first": functools.partial(nf4_weight, 2, 128, 16, True),
     **{
@@ -107,22 +115,88 @@ def test_against_float64(name):
     assert np.isnan(run(infinite, *packed)[1]).all()
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("awq", "bfloat16"), ("Q4_1", "float32")])
+def runs_of(name, k):
+    """How tensor cores read a weight of WEIGHTS."""
+    group = {"awq": 128, "awq, a group a row": 512, "awq, small groups": 8}
+    if name in group:
+        return quantised_runs.awq(k // 8, group[name])
+    if name in quantised_gguf_runs.RUNS:
+        return quantised_gguf_runs.RUNS[name](k)
+    low_nibble_first = "low" in name
+    block_size = 16 if low_nibble_first else 64
+    return quantised_runs.nf4(k // 8, block_size, low_nibble_first, nf4.LEVELS)
+
+
+BOUND = {"float32": 2e-6, "bfloat16": 2**-8, "float16": 2**-11 + 2e-6}
+CUTS = [quantised_dot.Cut(16, 16, 1, 1, 4, 2), quantised_dot.Cut(16, 16, 2, 3, 4, 2)]
+
+
+def on_tensor_cores(name, x, cut, packed, n):
+    """The kernel alone."""
+    options = {"runs": runs_of(name, x.shape[1]), "name": "test", "interpret": True, "cut": cut}
+    return quantised_dot.times_transposed(x, packed, n, **options)
+
+
+def halves_of_levels(name, packed, weight, dtype):
+    """The weight that activations of a dtype meet: in halves, levels of NF4 are rounded to them."""
+    if "nf4" not in name or dtype == "float32":
+        return weight
+    order = {"low_nibble_first": "low" in name}
+    levels = np.asarray(jnp.asarray(nf4.LEVELS, dtype), np.float32)
+    codes, absmax = packed[0].view(np.uint8), jnp.asarray(packed[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nf4, "LEVELS", levels)
+        rows = nf4.decoder(jnp.asarray(codes), absmax, jnp.float32, **order)
+        return np.asarray(rows(0, len(codes)), np.float64)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "float32") for name in WEIGHTS),
+        *((name, dtype) for name in WEIGHTS if name[0] != "Q" for dtype in ("bfloat16", "float16")),
+    ],
+)
 def test_on_tensor_cores_against_float64(name, dtype):
-    """Blocks of which none is full; the weight is rounded to the dtype of the activations."""
-    packed, packing, weight = WEIGHTS[name]()
+    """Blocks of which none is full; parts of which the last one is not, or is not there."""
+    packed, _, weight = WEIGHTS[name]()
     n, k = weight.shape
     x = jnp.asarray(RNG.normal(size=(5, k)), dtype)
-    cut = quantised_dot.Cut(16, 16, 32, 4, 2)
-    options = {"packing": packing, "name": "test", "interpret": True, "cut": cut}
-    got = quantised_dot.times_transposed(x, packed, n, **options)
-    assert got.dtype == dtype
-    rounded = np.asarray(jnp.asarray(weight, dtype), np.float64)
-    want = np.asarray(x, np.float64) @ rounded.T
-    bound = {"bfloat16": 2**-8, "float32": 2e-6}[dtype]
-    np.testing.assert_allclose(
-        np.asarray(got, np.float64), want, rtol=bound, atol=2e-6 * np.abs(want).max()
-    )
+    want = np.asarray(x, np.float64) @ halves_of_levels(name, packed, weight, dtype).T
+    for cut in CUTS:
+        got = on_tensor_cores(name, x, cut, packed, n)
+        assert got.dtype == dtype
+        np.testing.assert_allclose(
+            np.asarray(got, np.float64), want, rtol=BOUND[dtype], atol=2e-6 * np.abs(want).max()
+        )
+
+
+@pytest.mark.parametrize("name", ["awq", "nf4", "Q4_1", "Q6K"])
+def test_on_tensor_cores_what_is_not_finite(name):
+    """Minima and parts of a float32 are multiplied apart; the weight times infinity is not."""
+    packed, _, weight = WEIGHTS[name]()
+    n, k = weight.shape
+    x = RNG.normal(size=(4, k)).astype(np.float32)
+    x[0, 1], x[1, k - 1], x[2, 2] = np.inf, np.nan, -np.inf
+    x[3] = 0  # codes overflow, weights do not
+    x[3, 0] = 3e38 / max(np.abs(weight[:, 0]).max(), 1)
+    got = np.asarray(on_tensor_cores(name, jnp.asarray(x), CUTS[0], packed, n))
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(got[0], np.sign(weight[:, 1]) * np.inf)
+        np.testing.assert_array_equal(got[2], -np.sign(weight[:, 2]) * np.inf)
+    assert np.isnan(got[1]).all()
+    want = x[3].astype(np.float64) @ weight.T
+    np.testing.assert_allclose(got[3], want, rtol=0, atol=2e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("m", [16, 128])
+@pytest.mark.parametrize("name", FORMATS)
+def test_on_tensor_cores_lowers(name, m):
+    """Every format, cut as calls are."""
+    form, k, n, of = FORMATS[name], 4096, 14336, jax.ShapeDtypeStruct
+    words = of((n * k // form.weights * form.bytes // 4,), "uint32")
+    run = functools.partial(gguf.qmatmul.using("triton"), quant_type=name, k=k, n=n)
+    assert f"fuel_qmatmul_{name.lower()}" in lowered(run, of((m, k), "float32"), words)
 
 
 OPS = {
@@ -154,6 +228,7 @@ def operands(name, m, k, n, dtype):
     [
         *(("awq", 1, "bfloat16"), ("nf4", 4, "float16"), ("Q6K", 1, "float32")),
         *(("awq", 100, "bfloat16"), ("nf4", 16, "bfloat16"), ("Q6K", 8, "float32")),
+        *(("awq", 256, "float16"), ("nf4", 33, "bfloat16"), ("Q6K", 100, "float32")),
         ("Q3K", 1, "float32"),
     ],
 )
@@ -168,10 +243,13 @@ def test_lowers(name, m, dtype):
     [
         ("awq", 1, 4096, 14336, "bfloat16", None),
         ("nf4", 128, 4096, 14336, "float16", None),
-        ("awq", 129, 4096, 14336, "bfloat16", "decodes too often"),
+        ("awq", 256, 4096, 14336, "bfloat16", None),
+        ("awq", 257, 4096, 14336, "bfloat16", "decodes too often"),
         ("awq", 1, 1024, 512, "bfloat16", "decoded as fast by XLA"),
         ("Q6K", 8, 4096, 14336, "float32", None),
-        ("Q6K", 9, 4096, 14336, "float32", "gathered for few"),
+        ("Q6K", 128, 4096, 14336, "float32", None),
+        ("Q6K", 129, 4096, 14336, "float32", "decodes too often"),
+        ("awq", 16, 4096, 14336, "float32", "not compared with XLA"),
         ("nf4", 1, 4096, 14336, "float64", "float64 is left to XLA"),
         ("nf4", 2**18, 1024, 8192, "float16", "2³¹ elements and more"),
     ],
