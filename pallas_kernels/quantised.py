@@ -58,16 +58,16 @@ class Packing(NamedTuple):
     """Whether fast codes are subnormal numbers."""
     offset: bool
     """Whether there are minima, or something is taken off the codes."""
-    whole: bool
-    """Whether units begin at whole words, side by side."""
+    each: int
+    """Units of a thread, side by side, where few rows of activations meet them."""
     planes: Callable[[jax.Array], jax.Array]
     """``f32[m, k]`` to ``[m, parts, codes, units]``."""
     read: Callable[..., Any]
     """``(refs, row, first, count)``: the words and scales of ``count`` units from the first on."""
     parts: Callable[[Any], tuple[Part, ...]]
     """What these hold."""
-    long: bool = False
-    """Whether a tile takes so many operations that the compiler does not end with several."""
+    in_order: "Packing | None" = None
+    """The same with units that are words as they lie, for few rows of activations."""
 
 
 def load(ref: Any, *at: Any) -> Tile:
@@ -173,6 +173,17 @@ def shifted(words: Tile, count: Any) -> Tile:
     return words >> jnp.asarray(count).astype(jnp.uint32)
 
 
+def funnel(low: Tile, high: Tile, count: Any) -> Tile:
+    """Two words put together, shifted to the right by less than 32: the lower half."""
+    count = jnp.broadcast_to(jnp.asarray(count).astype(jnp.uint32), low.shape)
+    if INTERPRETED.value:
+        return low >> count | high << jnp.uint32(1) << (jnp.uint32(31) - count)
+    asm = "shf.r.wrap.b32 $0, $1, $2, $3;"
+    return lax.bitcast_convert_type(
+        inline(asm, "=r,r,r,r", jnp.int32, low, high, count), jnp.uint32
+    )
+
+
 # -- groups of a row: AWQ, NF4 -------------------------------------------------------------
 
 
@@ -219,7 +230,7 @@ def awq(words: int, group_size: int) -> Packing:
         return x.reshape(len(x), 1, words, 8).swapaxes(2, 3)
 
     exponents = powers(4, range(0, 32, 4))
-    return Packing(words, index.shape, exponents, True, True, True, planes, read, parts)
+    return Packing(words, index.shape, exponents, True, True, 4, planes, read, parts)
 
 
 def nf4(words: int, block_size: int, low_nibble_first: bool, levels: np.ndarray) -> Packing:
@@ -244,7 +255,7 @@ def nf4(words: int, block_size: int, low_nibble_first: bool, levels: np.ndarray)
         return x.reshape(len(x), 1, words, 8).swapaxes(2, 3)
 
     ones = np.ones((1, 8), np.float32)
-    return Packing(words, index.shape, ones, False, False, True, planes, read, parts)
+    return Packing(words, index.shape, ones, False, False, 4, planes, read, parts)
 
 
 def levels_of_lanes(levels: np.ndarray, shape: tuple[int, ...]) -> Tile:

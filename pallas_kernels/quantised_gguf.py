@@ -15,6 +15,7 @@ from .quantised import (
     Tile,
     exponent,
     fields,
+    funnel,
     half,
     load,
     number,
@@ -28,16 +29,24 @@ from .quantised import (
 # may begin in the middle of a word.  Layouts as in ggml's ggml-common.h.
 
 
-def halves_at(words: Any, byte: Tile) -> Tile:
-    """Two bytes, and what follows in that word, at even offsets."""
-    return shifted(load(words, byte >> 2), 8 * (byte & 2))
+class Place(NamedTuple):
+    """Where the block of each unit begins: so many words and an even number of bytes."""
 
+    word: Tile | int
+    byte: Tile
 
-def words_at(words: Any, byte: Tile) -> Tile:
-    """Four bytes, at even offsets."""
-    word, between = byte >> 2, byte & 2 != 0
-    low, high = load(words, word), load(words, word + between.astype(jnp.int32))
-    return jnp.where(between, low >> jnp.uint32(16) | high << jnp.uint32(16), low)
+    def load(self, words: Any, offset: Tile | int) -> Tile:
+        """The word with that byte of the block."""
+        return load(words, self.word + (self.byte + offset >> 2))
+
+    def halves(self, words: Any, offset: int) -> Tile:
+        """Two bytes, and what follows in that word, at an even offset."""
+        return shifted(self.load(words, offset), (self.byte + offset & 2) * 8)
+
+    def words(self, words: Any, offset: Tile | int, shift: Tile | int = 0) -> Tile:
+        """Four bytes at an even offset, and shifted to the right by less than 16."""
+        low, high = self.load(words, offset), self.load(words, offset + 2)
+        return funnel(low, high, (self.byte + offset & 2) * 8 + shift)
 
 
 class Blocks(NamedTuple):
@@ -53,14 +62,16 @@ class Blocks(NamedTuple):
         """Some of them, several times."""
         return count // self.each, self.each
 
-    def at(self, row: Tile, first: int, count: int) -> tuple[Tile, Tile]:
-        """The byte where the block of each unit begins, and the number of the unit in its block."""
+    def at(self, row: Tile, first: int, count: int) -> tuple[Place, Tile]:
+        """Where the block of each unit begins, and the number of the unit in its block."""
         outer, each = self.shape(count)
         unit = first + counted(outer)[:, None] * each + counted(each)[None, :]
         unit = within(unit, first, count, self.units)
-        of_row = self.units // self.of_block
-        block = row[:, None, None] * of_row + (unit >> exponent(self.of_block))
-        return block * self.bytes, unit & (self.of_block - 1)
+        of_row = self.units // self.of_block * self.bytes
+        row, block = row[:, None, None], (unit >> exponent(self.of_block))[None] * self.bytes
+        # Rows of whole words apart: what is the same in all of them is then computed once.
+        place = Place(0, row * of_row + block) if of_row % 4 else Place(row * (of_row // 4), block)
+        return place, unit & (self.of_block - 1)
 
 
 BYTES = (0, 8, 16, 24)  # shifts
@@ -80,10 +91,10 @@ def of_32(k: int, size: int, bits: int, less: int, has_minimum: bool) -> Packing
     def read(refs, row, first, count):
         (words,) = refs
         block, i = index.at(row, first, count)
-        code = words_at(words, block + codes_at + 4 * i)
-        d = halves_at(words, block)
-        m = halves_at(words, block + 2) if has_minimum else None
-        fifth = shifted(words_at(words, block + codes_at - 4), 4 * i) if bits == 5 else None
+        code = block.words(words, codes_at + 4 * i)
+        d = block.halves(words, 0)
+        m = block.halves(words, 2) if has_minimum else None
+        fifth = shifted(block.words(words, codes_at - 4), 4 * i) if bits == 5 else None
         return code, d, m, fifth
 
     def parts(raw):
@@ -105,7 +116,39 @@ def of_32(k: int, size: int, bits: int, less: int, has_minimum: bool) -> Packing
         return x.reshape(len(x), 1, 8, index.units)
 
     exponents = powers(bits, {8: BYTES, 4: NIBBLES, 5: BYTES + BYTES}[bits])
-    return Packing(index.units, index.shape, exponents, True, True, False, planes, read, parts)
+    lies = in_order(k, size, bits, less) if size in (18, 34) and k % 64 == 0 else None
+    return Packing(
+        *(index.units, index.shape, exponents, True, True, 1, planes, read, parts), in_order=lies
+    )
+
+
+def in_order(k: int, size: int, bits: int, less: int) -> Packing:
+    """Q4_0, Q8_0 where rows are whole words:  these as they lie, each with codes of one block.
+
+    Activations lie likewise, with zeros where scales do.  No word is read twice or put together.
+    """
+    units, halves = k // 32 * size // 4, 8 // bits
+
+    def read(refs, row, first, count):
+        (words,) = refs
+        unit = within(first + counted(count), first, count, units)
+        block = 4 * unit.astype(jnp.uint32) // jnp.uint32(size)
+        place = Place(row[:, None] * units, (block * jnp.uint32(size)).astype(jnp.int32)[None])
+        return load(words, place.word + unit), place.halves(words, 0)
+
+    def parts(raw):
+        code, d = raw
+        code = code ^ jnp.uint32(0x80808080) if bits == 8 else code
+        return (Part(fields(code, bits, shifts), half(d), less=less),)
+
+    def planes(x):
+        x = x.reshape(len(x), -1, halves, size - 2).swapaxes(1, 2)
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (2, 0))).reshape(len(x), halves, units, 4)
+        return x.swapaxes(2, 3).reshape(len(x), 1, 4 * halves, units)
+
+    shifts = BYTES if bits == 8 else NIBBLES
+    shape = lambda count: (count,)
+    return Packing(units, shape, powers(bits, shifts), True, True, 2, planes, read, parts)
 
 
 def spread(bits: Tile) -> Tile:
@@ -152,7 +195,8 @@ def q45k(k: int, bits: int) -> Packing:
         return x.reshape(len(x), 2, 4, units)
 
     shape = lambda count: (count // 8, 8)
-    return Packing(units, shape, powers(bits, *shifts), True, True, True, planes, read, parts)
+    each = 4 if bits == 4 else 2
+    return Packing(units, shape, powers(bits, *shifts), True, True, each, planes, read, parts)
 
 
 def six_bits(words: tuple[Tile, ...], group: Tile) -> tuple[Tile, Tile]:
@@ -180,9 +224,8 @@ def q2k(k: int) -> Packing:
     def read(refs, row, first, count):
         (words,) = refs
         block, i = index.at(row, first, count)
-        of_half = block + (i & 8)
-        scales = tuple(shifted(load(words, (of_half + j) >> 2), (i & 4) * 2) for j in (0, 4))
-        return load(words, (block + 16 + 4 * i) >> 2), scales, load(words, (block + 80) >> 2)
+        scales = tuple(shifted(block.load(words, (i & 8) + j), (i & 4) * 2) for j in (0, 4))
+        return block.load(words, 16 + 4 * i), scales, block.load(words, 80)
 
     def parts(raw):
         words, scales, head = raw
@@ -195,9 +238,7 @@ def q2k(k: int) -> Packing:
         return tuple(found)
 
     planes = functools.partial(in_quarters, units=index.units)
-    return Packing(
-        index.units, index.shape, powers(2, *shifts), True, True, False, planes, read, parts
-    )
+    return Packing(index.units, index.shape, powers(2, *shifts), True, True, 1, planes, read, parts)
 
 
 def q3k(k: int) -> Packing:
@@ -208,10 +249,10 @@ def q3k(k: int) -> Packing:
         (words,) = refs
         block, i = index.at(row, first, count)
         of_half = (i & 8) >> 1  # bits
-        third = shifted(words_at(words, block + (i & 7) * 4), of_half)
-        scales = tuple(shifted(words_at(words, block + j), of_half) for j in (96, 100, 104))
-        code = words_at(words, block + 32 + 4 * i)
-        return code, third, scales, halves_at(words, block + 108), (i & 4) * 2
+        third = block.words(words, (i & 7) * 4, of_half)
+        scales = tuple(block.words(words, j, of_half) for j in (96, 100, 104))
+        code = block.words(words, 32 + 4 * i)
+        return code, third, scales, block.halves(words, 108), (i & 4) * 2
 
     def parts(raw):
         words, third, (*low, high), head, byte = raw
@@ -227,9 +268,7 @@ def q3k(k: int) -> Packing:
 
     planes = functools.partial(in_quarters, units=index.units)
     exponents = powers(3, *[BYTES] * 4)
-    return Packing(
-        index.units, index.shape, exponents, True, True, False, planes, read, parts, long=True
-    )
+    return Packing(index.units, index.shape, exponents, True, True, 1, planes, read, parts)
 
 
 def q6k(k: int) -> Packing:
@@ -239,11 +278,11 @@ def q6k(k: int) -> Packing:
     def read(refs, row, first, count):
         (words,) = refs
         block, i = index.at(row, first, count)
-        bits = words_at(words, block + 128 + (i & 16) * 2 + (i & 7) * 4)
-        upper = shifted(bits, (i & 8) >> 2)
-        at = block + 192 + ((i & 16) >> 1) + (i >> 2 & 3)  # of the scale of the low nibbles
-        scales = tuple(shifted(load(words, (at + j) >> 2), 8 * ((at + j) & 3)) for j in (0, 4))
-        return words_at(words, block + 4 * i), upper, scales, halves_at(words, block + 208)
+        upper = block.words(words, 128 + (i & 16) * 2 + (i & 7) * 4, (i & 8) >> 2)
+        at = 192 + ((i & 16) >> 1) + (i >> 2 & 3)  # of the scale of the low nibbles
+        byte = 8 * (block.byte + at & 3)
+        scales = tuple(shifted(block.load(words, at + j), byte) for j in (0, 4))
+        return block.words(words, 4 * i), upper, scales, block.halves(words, 208)
 
     def parts(raw):
         words, upper, scales, head = raw
@@ -252,7 +291,7 @@ def q6k(k: int) -> Packing:
         for j in (0, 1):
             bits = shifted(upper, 4 * j) & LOW_PAIRS
             code = shifted(words, 4 * j) & LOW_NIBBLES | bits << jnp.uint32(4)
-            scale = number(scales[j] ^ jnp.uint32(128), 0, 8) - 128  # of two's complement
+            scale = scales[j].astype(jnp.int8).astype(jnp.float32)
             found.append(Part(fields(code, 6, BYTES), d * scale, less=32))
         return tuple(found)
 
@@ -261,7 +300,7 @@ def q6k(k: int) -> Packing:
         return x.reshape(len(x), 2, 4, index.units)
 
     exponents = powers(6, BYTES, BYTES)
-    return Packing(index.units, index.shape, exponents, True, True, False, planes, read, parts)
+    return Packing(index.units, index.shape, exponents, True, True, 1, planes, read, parts)
 
 
 GGUF: dict[str, Callable[[int], Packing]] = {

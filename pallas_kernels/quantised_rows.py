@@ -1,17 +1,18 @@
 """A few rows of activations times a packed weight: y = x Wᵀ, decoded in registers.
 
-grid      pairs of rows of activations within blocks of rows of the weight
-reads     the weight for each pair, which meets it in the cache; the activations, from there too,
+grid      groups of rows of activations within blocks of rows of the weight
+reads     the weight for each group, which meets it in the cache; the activations, from there too,
           for each program
 writes    the product once
 bound by  memory; with several rows of activations by instructions
 
-A program is one warp.  It asks for several tiles of its rows before it decodes the first.  More
-than two rows of activations at once would need more registers than there are, and a minute of the
-compiler.
+A program is one warp, and a tile is of one row, a unit or a few to each thread: nothing changes
+hands before the last sum.  While some tiles are decoded the next ones are on their way.
 """
 
 import functools
+import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,140 +20,123 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._launch import INTERPRETED, cdiv, fma, launch, like, power_of_two, program_id, write
+from ._launch import INTERPRETED, WARP, cdiv, fma, launch, like, power_of_two, program_id, write
 from ._rows import counted
-from ._tiles import around, varied
 from .quantised import ONE, Packing, Part, Tile, load
 
 
 class Cut(NamedTuple):
-    """Rows of a program, units of each row at a time, and how many such tiles it asks for.
-
-    To compile takes a time that grows with the cube of what is written out: Triton looks from each
-    load for all that depend on the same indices, operation by operation.  Of Q3K two tiles and two
-    of the exact form did not end within minutes; rolled it takes 3 s.
-    """
+    """Rows of a program, units of each at a time, and how many such tiles it reads ahead."""
 
     rows: int
     units: int
     ahead: int
-    rolled: bool = False
-    """A tile in a loop's body, and the next ones on their way; else as many as are asked for."""
 
 
-TOGETHER = 2  # rows of activations
+TOGETHER = 4  # rows of activations
+ACTIVATIONS = 32  # in registers of a thread
+Plane = Callable[[int, int], Tile]  # of a row of activations: what meets a code, or their sum
 
 
-def plus(total: Any, a: Tile, b: Tile) -> Tile:
-    """total + a · b, where there is a total."""
-    return a * b if total is None else fma(a, b, total)
+def fast(part: Part, p: int, packing: Packing, x: Plane, total: list[Tile]) -> None:
+    """Adds codes of a part times activations, summed over those of a unit, times their scale."""
+    parts, codes = packing.powers.shape
+    values = [code.fast() for code in part.codes]
+    nothing_less = isinstance(part.less, float | int) and part.less == 0
+    for i in range(len(total)):
+        of_unit = x(i, parts * codes + p) if packing.offset else 0.0
+        of_unit = jnp.broadcast_to(of_unit, total[i].shape)
+        if nothing_less:
+            sums = values[0] * x(i, p * codes)
+        else:
+            sums = fma(values[0], x(i, p * codes), -part.less * of_unit)
+        if part.minimum is not None:
+            total[i] = fma(of_unit, part.minimum, total[i])
+        for j in range(1, codes):
+            sums = fma(values[j], x(i, p * codes + j), sums)
+        total[i] = fma(sums, part.scale, total[i])
+
+
+def exact(found: tuple[Part, ...], packing: Packing, x: Callable[[int], Tile], total: Tile) -> Tile:
+    """Weights times one row of activations, as the op says it."""
+    parts, codes = packing.powers.shape
+    plain = parts * codes + parts * packing.offset
+    for p, part in enumerate(found):
+        for j, code in enumerate(part.codes):
+            weights = part.weights(code)
+            of_code = jnp.broadcast_to(x(plain + p * codes + j), weights.shape)
+            total = fma(weights, of_code, total)
+    return total
 
 
 def kernel(*refs: Any, packing: Packing, cut: Cut) -> None:
     """Some rows of the weight."""
     *weight, x_ref, y_ref = refs
     m, n = y_ref.shape
-    pairs = cdiv(m, TOGETHER)
-    first_row = program_id(0) % pairs * TOGETHER
-    mine = [jnp.minimum(first_row + i, m - 1) for i in range(min(m, TOGETHER))]  # the last, twice
-    rows = program_id(0) // pairs * cut.rows + counted(cut.rows)
-    row = jnp.minimum(rows, n - 1) if n % cut.rows else rows
+    groups = cdiv(m, TOGETHER)
+    first_of_x = program_id(0) % groups * TOGETHER
+    mine = [jnp.minimum(first_of_x + i, m - 1) for i in range(min(m, TOGETHER))]
+    first = program_id(0) // groups * cut.rows
+    first = jnp.minimum(first, n - cut.rows) if n % cut.rows else first  # some rows twice
+    rows = [first + i for i in range(cut.rows)]
     shape = packing.shape(cut.units)
     unit = counted(cut.units).reshape(shape)
     tiles = cdiv(packing.units, cut.units)
-    parts, codes = packing.powers.shape
-    worth = 1 / ONE if packing.subnormal and not INTERPRETED.value else 1.0
+    one = worth(packing, INTERPRETED.value)
 
-    def activations(i, plane, first):
-        at = first + unit
-        # Words that are put together are one to a thread.  Activations side by side would be four,
-        # and every tile change hands: this is the same, and Triton does not see that they are.
-        return load(x_ref, mine[i], plane, at if packing.whole else at * 4 >> 2)[None]
+    def activations(row, plane, tile):
+        return load(x_ref, row, np.int32(plane), tile * cut.units + unit)[None]
 
-    def read(tile):
-        return packing.read(weight, row, tile * cut.units, cut.units)
+    def read(row, tile):
+        return packing.read(weight, row[None], tile * cut.units, cut.units)
 
-    def fast(p: int, part: Part, x, total: list[Any]):
-        """Codes times activations, summed over those of a unit; then times their scale."""
-        sums: list[Any] = [None] * len(mine)
-        for j, code in enumerate(part.codes):
-            values = code.fast()
-            for i in range(len(mine)):
-                sums[i] = plus(sums[i], values, x(i, p * codes + j))
-        scale = part.scale * worth
-        for i in range(len(mine)):
-            total[i] = plus(total[i], sums[i], scale)
-        if packing.offset:
-            minimum = -(part.less * part.scale)
-            minimum = minimum if part.minimum is None else minimum + part.minimum
-            minimum = jnp.broadcast_to(minimum, (cut.rows, *shape))
-            for i in range(len(mine)):
-                total[i] = plus(total[i], minimum, x(i, parts * codes + p))
+    def several(tile, count):
+        return tuple(tuple(read(row, tile + i) for row in rows) for i in range(count))
 
-    def exact(found: tuple[Part, ...], x, total):
-        """Weights times one row of activations, as the op says it."""
-        plain = parts * codes + parts * packing.offset
-        for p, part in enumerate(found):
-            for j, code in enumerate(part.codes):
-                weights = part.weights(code)
-                of_code = jnp.broadcast_to(x(plain + p * codes + j), weights.shape)
-                total = fma(weights, of_code, total)
-        return total
+    def add(raws, tile, totals):
+        totals = [list(of_row) for of_row in totals]
+        for u, of_rows in enumerate(raws):
+            x = functools.cache(lambda i, plane, at=tile + u: activations(mine[i], plane, at))
+            for raw, total in zip(of_rows, totals, strict=True):
+                for p, part in enumerate(packing.parts(raw)):
+                    fast(part, p, packing, x, total)
+        return tuple(map(tuple, totals))
 
-    def add(raw, tile, total):
-        total = list(total)
-        x = lambda i, plane: activations(i, plane, tile * cut.units)
-        for p, part in enumerate(packing.parts(raw)):
-            fast(p, part, x, total)
-        return total
+    def step(j, carry):
+        totals, now = carry
+        following = several((j + 1) * cut.ahead, cut.ahead)
+        return add(now, j * cut.ahead, totals), following
 
-    def several(tile, total, count):
-        raws = [read(tile + i) for i in range(count)]
-        for i, raw in enumerate(raws):
-            total = add(raw, tile + i, total)
-        return total
-
-    def prefetching(tile, carry):
-        total, now, *later = carry
-        following = read(jnp.minimum(tile + cut.ahead, tiles - 1))
-        return add(now, tile, total), *later, following
-
-    def summed(x):
-        return x.reshape(cut.rows, -1).sum(1)
-
-    total = [jnp.zeros((cut.rows, *shape), jnp.float32)] * len(mine)
-    if cut.rolled:
-        raws = [read(min(i, tiles - 1)) for i in range(cut.ahead)]
-        total, *_ = lax.fori_loop(np.int32(0), np.int32(tiles), prefetching, (total, *raws))
-    else:
-        # The last tiles apart, in sight of the compiler: all of them, if they are not many.
-        steps = (tiles - 1) // cut.ahead
-        if steps:
-            body = lambda j, total: several(j * cut.ahead, total, cut.ahead)
-            total = lax.fori_loop(np.int32(0), np.int32(steps), body, total)
-        total = several(steps * cut.ahead, total, tiles - steps * cut.ahead)
-    y = [summed(x) for x in total]
-    inside = rows < n if n % cut.rows else None
-    for i, at in enumerate(mine):
-        write(y_ref, (at, rows), y[i], inside)
+    nothing = jnp.zeros((1, *shape), jnp.float32)
+    totals = ((nothing,) * len(mine),) * cut.rows
+    steps, rest = divmod(tiles, cut.ahead)
+    end = steps * cut.ahead
+    if steps:
+        carry = totals, several(0, cut.ahead)
+        carry = lax.fori_loop(np.int32(0), np.int32(steps - 1), step, carry) if steps > 1 else carry
+        totals = add(carry[1], end - cut.ahead, carry[0])
+    totals = add(several(end, rest), end, totals)
+    y = [[jnp.sum(total) / one for total in of_row] for of_row in totals]
+    for row, of_row in zip(rows, y, strict=True):
+        for at, value in zip(mine, of_row, strict=True):
+            write(y_ref, (at, row), value)
 
     # Again, exactly, what is not finite: code · inf + minimum · inf is not weight · inf, and codes
     # may overflow where weights do not.  And what is so small that subnormal products may be lost.
     def again(i, none):
-        at = jnp.minimum(first_row + i, m - 1)
+        row, at = first + i // len(mine), jnp.minimum(first_of_x + i % len(mine), m - 1)
 
         def tile(j, total):
-            x = lambda plane: load(x_ref, at, plane, j * cut.units + unit)[None]
-            return exact(packing.parts(read(j)), x, total)
+            x = lambda plane: activations(at, plane, j)
+            return exact(packing.parts(read(row, j)), packing, x, total)
 
-        nothing = jnp.zeros((cut.rows, *shape), jnp.float32)
         total = lax.fori_loop(np.int32(0), np.int32(tiles), tile, nothing)
-        write(y_ref, (at, rows), summed(total), inside)
+        write(y_ref, (at, row), jnp.sum(total))
         return none
 
     sound = lambda x: (jnp.abs(x) < jnp.inf) & (jnp.abs(x) > SMALL * packing.subnormal)
-    lost = sum(jnp.sum(jnp.where(sound(x), 0.0, 1.0)) for x in y)
-    times = jnp.where(lost > 0, np.int32(len(mine)), np.int32(0))
+    every = functools.reduce(jnp.logical_and, [sound(x) for of_row in y for x in of_row])
+    times = jnp.where(every, np.int32(0), np.int32(cut.rows * len(mine)))
     lax.fori_loop(np.int32(0), times, again, np.int32(0))
 
 
@@ -165,27 +149,37 @@ def most(dtype: Any) -> int:
 
 
 def cut(packing: Packing) -> Cut:
-    """As measured on an H200; what is rolled was not."""
-    units = min(max(power_of_two(packing.units), 32), 128 if packing.whole else 64)
-    return Cut(2, units, 1, True) if packing.long else Cut(2, units, 2 if packing.whole else 4)
+    """As measured on an H200 for one row and AWQ, Q4_0, Q4K and Q6K."""
+    read = packing.in_order or packing
+    return Cut(2, WARP * read.each, 3 if packing.in_order else 2)
 
 
 def cuts(packing: Packing) -> list[Cut]:
     """More or less at a time; that of :func:`cut` first."""
     first = cut(packing)
-    units = around(first.units, 32, max(first.units, power_of_two(packing.units)))
-    ways = {"rows": (1, 4), "units": units, "ahead": around(first.ahead, 1, 8)}
-    ways |= {} if packing.long else {"rolled": (True,)}
-    return [first, *varied(first, **ways)]
+    units = [WARP * each for each in (1, 2, 4) if WARP * each <= first.units]
+    every = [Cut(*each) for each in itertools.product((2, 4), units, (1, 2, 3, 4))]
+    return [first, *(other for other in every if other != first)]
 
 
-def ordered(x: jax.Array, packing: Packing, units: int) -> jax.Array:
+def worth(packing: Packing, interpret: bool) -> float:
+    """What a fast code of 1 times an activation of 1 is."""
+    return ONE if packing.subnormal and not interpret else 1.0
+
+
+def ordered(x: jax.Array, packing: Packing, units: int, one: float) -> jax.Array:
     """``f32[m, k]`` as the kernel reads it: for fast codes; their sums; for exact ones."""
     x = packing.planes(x.astype(jnp.float32))
     x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, -packing.units % units)))
     flat = lambda x: x.reshape(len(x), -1, x.shape[-1])
-    sums = [x.sum(2)] * packing.offset
+    sums = [x.sum(2) * one] * packing.offset
     return jnp.concatenate([flat(x * packing.powers[..., None]), *sums, flat(x)], 1)
+
+
+def fitting(cut: Cut, packing: Packing, m: int, n: int) -> Cut:
+    """At most what there is, and as many units as a thread has registers for activations of."""
+    each = max(1, ACTIVATIONS // (packing.powers.size * power_of_two(min(m, TOGETHER))))
+    return cut._replace(rows=min(cut.rows, n), units=min(cut.units, WARP * each))
 
 
 def times_transposed(
@@ -209,6 +203,9 @@ def times_transposed(
         interpret: run without a GPU.
         cut: how the work is divided.
     """
+    packing = packing.in_order or packing
+    cut = fitting(cut, packing, len(x), n)
+    planes = ordered(x, packing, cut.units, worth(packing, interpret))
     return launch(
         functools.partial(kernel, packing=packing, cut=cut),
         name,
@@ -216,4 +213,4 @@ def times_transposed(
         grid=(cdiv(len(x), TOGETHER) * cdiv(n, cut.rows),),
         warps=1,
         interpret=interpret,
-    )(*weight, ordered(x, packing, cut.units))
+    )(*weight, planes)
