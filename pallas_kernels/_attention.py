@@ -171,44 +171,53 @@ def weigh_seen(p: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
 
 
 class Score(NamedTuple):
-    """``s · unit`` are scores by powers of 2; the slope of the cap; which of them count."""
+    """``s · unit + shift`` are scores by powers of 2; the slope of the cap; which of them count."""
 
     s: jax.Array
     unit: float
+    shift: float
     bend: Any  # None: no cap
     seen: Any  # None: all of them
 
     def weights(self, m: jax.Array) -> jax.Array:
         """``2^(score − m)``."""
-        return exp2(self.s - m if self.unit == 1 else fma(self.s, self.unit, -m))
-
-
-def tanh(x: jax.Array) -> jax.Array:
-    """By e²ˣ, to 1e-7; the chip's own is right to 5e-4."""
-    return 1 - 2 * reciprocal(exp2(x * (2 * LOG2_E)) + 1)
+        level = m - self.shift
+        return exp2(self.s - level if self.unit == 1 else fma(self.s, self.unit, -level))
 
 
 def scored(
-    s: jax.Array, at: jax.Array, key: jax.Array, slope: Any, length: Any, rules: Rules, masked: bool
+    s: jax.Array,
+    at: jax.Array,
+    key: jax.Array,
+    slope: Any,
+    length: Any,
+    rules: Rules,
+    masked: bool,
+    far: Any = None,
 ) -> Score:
-    """Products of queries at some positions and keys as scores; −inf where hidden."""
-    unit, bend, seen = rules.scale * LOG2_E, None, None
+    """Products of queries at some positions and keys as scores; −inf where hidden.
+
+    ``far`` is distance, if the caller has it, up to a number a row that is left to the caller.
+    """
+    unit, shift, bend, seen = rules.scale * LOG2_E, 0.0, None, None
     if rules.softcap is not None:
-        capped = tanh(s * (rules.scale / rules.softcap))
-        s, unit, bend = capped * (rules.softcap * LOG2_E), 1.0, 1 - capped * capped
-    elif unit < 0 or slope is not None:
+        # cap · tanh(x) is 2 cap / (1 + e⁻²ˣ) − cap.  The chip's own tanh is right to 5e-4.
+        s = reciprocal(exp2(s * (-2 * unit / rules.softcap)) + 1)
+        cap = rules.softcap * LOG2_E
+        unit, shift, bend = 2 * cap, -cap, 4 * (s - s * s)
+    elif unit < 0:
         s, unit = s * unit, 1.0
     if slope is not None:
-        s = s - slope * jnp.abs(at - key).astype(jnp.float32)
+        far = jnp.abs(at - key).astype(jnp.float32) if far is None else far
+        s, unit = fma(s, unit, -slope * far), 1.0
     if masked:
-        seen = key < length
+        last = length - 1 if rules.right is None else jnp.minimum(at + rules.right, length - 1)
+        seen = key <= last
         if rules.left is not None:
             seen = seen & (key >= at - rules.left)
-        if rules.right is not None:
-            seen = seen & (key <= at + rules.right)
         s = jnp.where(seen, s, -jnp.inf)
         bend = None if bend is None else jnp.where(seen, bend, 0)
-    return Score(s, unit, bend, seen)
+    return Score(s, unit, shift, bend, seen)
 
 
 class Span(NamedTuple):

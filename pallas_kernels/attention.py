@@ -4,7 +4,7 @@ attend
     grid      blocks of rows × heads × (sequences × parts of the keys)
     reads     the keys and values that some row of a block sees
 mend
-    grid      as attend; only blocks in which a value came out as NaN or infinite do anything
+    grid      as attend, several blocks of rows each, of which those are read that are spoiled
 bound by  tensor cores, two products of each score; with few rows, memory
 
 Dao 2023, arXiv:2307.08691.
@@ -46,6 +46,7 @@ from ._launch import cdiv, exp2, launch, like, power_of_two, program_id
 from ._rows import counted
 
 LN_2 = 0.6931471805599453
+LOOKED_AT = 8  # blocks of rows, by a program of mend: nearly always there is nothing to do
 
 
 class Task(NamedTuple):
@@ -61,6 +62,8 @@ class Task(NamedTuple):
     @classmethod
     def of(
         cls,
+        i: Any,
+        at: tuple[Any, ...],
         operands: Sequence[Any],
         *,
         sizes: Sizes,
@@ -68,10 +71,9 @@ class Task(NamedTuple):
         rules: Rules,
         parts: int,
     ) -> Task:
-        """This program's."""
+        """Block ``i`` of the rows of a head, which is ``at`` a :func:`place`."""
         q_ref, k_ref, v_ref, slopes, lengths, table = operands
-        i = cdiv(sizes.rows, tile.rows) - 1 - program_id(0)  # under causality the last do most
-        head, sequence, part = program_id(1), program_id(2) // parts, program_id(2) % parts
+        sequence, head, part = at[-2], at[-1], at[0]
         key_head = head if sizes.packed else head // sizes.group
         length, valid = length_of(lengths, sequence, sizes)
         rows = Rows.of(i, head, length, slopes, sizes, tile, rules, lengths is not None)
@@ -84,21 +86,27 @@ class Task(NamedTuple):
             at, key = rows.at[:, None], keys[None, :]
             return scored(dot_turned(q, k), at, key, rows.slope, length, rules, masked), v
 
-        at = (sequence, head) if parts == 1 else (part, sequence, head)
         span = rows.keys if parts == 1 else rows.keys.part(part, parts)
         return cls(at, i, rows, span, met, valid)
+
+
+def place(parts: int) -> tuple[Any, ...]:
+    """Of this program among the results: part if there are several, sequence, head."""
+    part, at = program_id(2) % parts, (program_id(2) // parts, program_id(1))
+    return at if parts == 1 else (part, *at)
 
 
 def attend_kernel(*refs: Any, width: int, leaks: bool, **task: Any) -> None:
     """One block of rows against the keys they see: a running maximum, sum and weighted sum."""
     *operands, o_ref, lse_ref, spoiled_ref = refs
-    its = Task.of(operands, **task)
+    i = cdiv(task["sizes"].rows, task["tile"].rows) - 1 - program_id(0)
+    its = Task.of(i, place(task["parts"]), operands, **task)  # under causality the last do most
 
     def step(masked: bool) -> Callable[..., Any]:
         def over(j: Any, carry: Any) -> Any:
             m, total, o = carry
             x, v = its.met(j, masked)
-            top = jnp.maximum(m, jnp.max(x.s, axis=1) * x.unit)
+            top = jnp.maximum(m, jnp.max(x.s, axis=1) * x.unit + x.shift)
             p, keep = x.weights(level_of(top)[:, None]), exp2(m - level_of(top))
             o = o * keep[:, None] + dot(p.astype(v.dtype), v)
             return top, total * keep + jnp.sum(p, axis=1), o
@@ -124,9 +132,11 @@ def attend_kernel(*refs: Any, width: int, leaks: bool, **task: Any) -> None:
 def mend_kernel(*refs: Any, width: int, **task: Any) -> None:
     """Where something came out as NaN or infinite: again, and no hidden value touches a row."""
     *operands, _, lse_ref, spoiled_ref, o_ref = refs
-    its = Task.of(operands, **task)
+    rows, at, first = task["tile"].rows, place(task["parts"]), program_id(0) * LOOKED_AT
+    last = jnp.minimum(first + LOOKED_AT, cdiv(task["sizes"].rows, rows))
 
-    def again() -> None:
+    def again(i: Any) -> None:
+        its = Task.of(i, at, operands, **task)
         level = base_of(numbers(lse_ref, its.at, its.rows.number, jnp.inf))[:, None]
 
         def over(j: Any, carry: Any) -> Any:
@@ -135,14 +145,16 @@ def mend_kernel(*refs: Any, width: int, **task: Any) -> None:
             p = x.weights(level)
             return o + weigh_seen(p, v, x.seen), total + jnp.sum(p, axis=1)
 
-        rows = task["tile"].rows
         start = jnp.zeros((rows, width), jnp.float32), jnp.zeros(rows, jnp.float32)
         # They add up to 1, but for what rounding the log-sum-exp of huge scores did.
         o, total = lax.fori_loop(its.span.first, its.span.last, over, start)
         o = o * (1 / jnp.where(total == 0, 1, total))[:, None]
         put(o_ref, its.at, its.rows.number, o)
 
-    lax.cond(spoiled_ref[(*its.at, its.number)] > 0, again, lambda: None)
+    def look(i: Any, _: None) -> None:
+        lax.cond(spoiled_ref[(*at, i)] > 0, functools.partial(again, i), lambda: None)
+
+    lax.fori_loop(first, last, look, None)
 
 
 def attend(
@@ -215,9 +227,11 @@ def mended(
     how: dict[str, Any],
 ) -> jax.Array:
     """``o`` without what hidden values did to it: blocks of rows that are ``spoiled`` anew."""
-    place = sum(x is not None for x in operands)
+    blocks, *others = how["grid"]
+    how = how | {"grid": (cdiv(blocks, LOOKED_AT), *others)}
+    aliases = {sum(x is not None for x in operands): 0}
     run = functools.partial(mend_kernel, **task)
-    return launch(run, "attention_mend", out=like(o), aliases={place: 0}, **how)(
+    return launch(run, "attention_mend", out=like(o), aliases=aliases, **how)(
         *operands, o, lse, spoiled
     )
 

@@ -28,7 +28,6 @@ from ._hopper import (
     keys_met,
     matrices,
     pass_by,
-    places,
     slope_of,
     slots,
     spread,
@@ -75,6 +74,15 @@ class State(NamedTuple):
     total: jax.Array
 
 
+class Places(NamedTuple):
+    """Of a block of scores."""
+
+    at: Any  # of rows
+    key: Any
+    far: Any  # distance, but for what is the same along a row
+    more: Any  # that, times the slope, for scores
+
+
 class Group(NamedTuple):
     """The rows of a group of warps."""
 
@@ -90,13 +98,38 @@ class Group(NamedTuple):
         """Start q kᵀ."""
         mosaic().wgmma(into, self.scratch.rows.at[self.me], keys.transpose((1, 0)))
 
+    def places(self, shape: tuple[int, ...], j: Any, masked: bool) -> Places:
+        """Of the rows and of block ``j`` of the keys, whose first key is 0.
+
+        So a key's number is its column's, the same in every block, and distance is exact.  Only
+        what is asked for: the compiler finds no registers for anything else.
+        """
+        gpu, number = mosaic(), lambda x: x.astype(jnp.float32)
+        count = lambda axis: gpu.broadcasted_iota(
+            jnp.int32, (shape[axis],), 0, layout=gpu.Layout.WGMMA.reduce(1 - axis)
+        )
+        if not masked and self.slope is None:
+            return Places(None, None, None, 0.0)
+        column = count(1)
+        key = spread(column, shape, 1)
+        if self.slope is None and self.rules.left is None and self.rules.right is None:
+            return Places(None, key, None, 0.0)
+        row = count(0) + (self.position - j * self.tile.keys)
+        at = spread(row, shape)
+        if self.slope is None:
+            return Places(at, key, None, 0.0)
+        if self.rules.right == 0:  # no key that counts is ahead: far is row − column
+            return Places(at, key, -spread(number(column), shape, 1), -self.slope * number(row))
+        return Places(at, key, jnp.abs(number(at) - number(key)), 0.0)
+
     def weigh(self, s: jax.Array, j: Any, top: jax.Array, masked: bool) -> tuple[jax.Array, ...]:
         """Weights of block ``j``, what the older ones shrink by, and the new maximum."""
-        at, key = places(s.shape, self.position, j * self.tile.keys)
-        x = scored(s, at, key, self.slope, self.length, self.rules, masked)
-        new = jnp.maximum(top, jnp.max(x.s, axis=1) * x.unit)
+        at, key, far, more = self.places(s.shape, j, masked)
+        length = self.length - j * self.tile.keys
+        x = scored(s, at, key, self.slope, length, self.rules, masked, far)
+        new = jnp.maximum(top, jnp.max(x.s, axis=1) * x.unit + (x.shift + more))
         level = level_of(new) if masked else new
-        return x.weights(spread(level, s.shape)), exp2(top - level), new
+        return x.weights(spread(level - more, s.shape)), exp2(top - level), new
 
     def start(self, j: Any, masked: bool) -> State:
         """The first block's weights."""
@@ -196,7 +229,7 @@ def attend_kernel(*refs: Any, sizes: Sizes, tile: Tile, rules: Rules) -> None:
         gpu.copy_smem_to_gmem(numbers.at[0], lse_ref.at[at])
         if spoiled_ref is not None:
             gpu.copy_smem_to_gmem(numbers.at[1], spoiled_ref.at[at])
-        gpu.wait_smem_to_gmem(0)
+        gpu.wait_smem_to_gmem(0, wait_read_only=True)  # what is read may be given up
 
     def copy(scratch: Scratch) -> None:
         key_head = lax.div(head, jnp.int32(sizes.group))

@@ -194,7 +194,7 @@ GPU = types.SimpleNamespace(
     wgmma_accumulator_load=load,
     set_max_registers=lambda n, action: None,
     commit_smem=lambda: None,
-    wait_smem_to_gmem=lambda n: None,
+    wait_smem_to_gmem=lambda n, wait_read_only=False: None,
 )
 
 
