@@ -52,7 +52,8 @@ class Packed:
     def __rmatmul__(self, x: Any) -> Any:
         if len(self.operands) == 2:
             return nf4_matmul(x, *self.operands, block_size=64)
-        return qmatmul(x, *self.operands, quant_type="Q4K", k=self.k, n=self.n)
+        params: dict[str, Any] = {"quant_type": "Q4K", "k": self.k, "n": self.n}
+        return qmatmul(x.astype(jnp.float32), *self.operands, **params).astype(x.dtype)
 
 
 def weight(form: str, k: int, n: int, key: Any) -> Any:
