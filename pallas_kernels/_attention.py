@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._launch import LOG2_E, cdiv, exp2, fma, power_of_two, reciprocal, triton
+from ._launch import LOG2_E, cdiv, exp2, fma, logistic, power_of_two, triton
 from ._rows import counted
 
 LEAST_WIDTH = 16  # of an operand of a product on tensor cores
@@ -202,7 +202,7 @@ def scored(
     unit, shift, bend, seen = rules.scale * LOG2_E, 0.0, None, None
     if rules.softcap is not None:
         # cap · tanh(x) is 2 cap / (1 + e⁻²ˣ) − cap.  The chip's own tanh is right to 5e-4.
-        s = reciprocal(exp2(s * (-2 * unit / rules.softcap)) + 1)
+        s = logistic(s * (2 * unit / rules.softcap))
         cap = rules.softcap * LOG2_E
         unit, shift, bend = 2 * cap, -cap, 4 * (s - s * s)
     elif unit < 0:

@@ -212,7 +212,11 @@ def warpgroups(kernel, name, *, out, grid, groups):
                 here.group, here.products, here.program = group, [], program
                 here.place = dict(zip(grid, place, strict=True)) | {"group": group}
                 try:
-                    with np.errstate(all="ignore"), _launch.INTERPRETED(True):
+                    with (
+                        np.errstate(all="ignore"),
+                        _launch.INTERPRETED(True),
+                        _launch.BY_BITS(True),
+                    ):
                         kernel(*given, *results)
                 except BaseException as error:  # of a thread: it would be lost
                     failed.append(error)

@@ -7,7 +7,7 @@ import pytest
 
 from fuel_jax.fused import _attention_hopper as hopper, _attention_triton as triton
 from fuel_jax.fused.flash_attn import flash_attn
-from pallas_kernels import attention_hopper
+from pallas_kernels import _launch, attention_hopper
 from pallas_kernels._attention import Tile
 
 from .hopper import simulated
@@ -66,6 +66,16 @@ def test_no_number_of_keys(monkeypatch):
     assert np.isnan(np.asarray(o[1], np.float32)).all()
     assert np.isnan(lse[1]).all()
     assert np.isfinite(np.asarray(o[::2], np.float32)).all()
+
+
+def test_a_cap_divides_by_bits():
+    """As Mosaic is given it: to 4 units in the last place, also far out."""
+    x = np.concatenate([np.linspace(-99, 30, 10_001), [-1e9, -np.inf, np.inf, np.nan]])
+    x = x.astype(np.float32)
+    with _launch.INTERPRETED(True), _launch.BY_BITS(True):
+        y = np.asarray(_launch.logistic(jnp.asarray(x)), np.float64)
+    want = 1 / (1 + np.asarray(jnp.exp2(-x), np.float64))  # what the power of two is off by aside
+    np.testing.assert_allclose(y, want, rtol=4 * 2.0**-24, atol=2.0**-99)
 
 
 def test_a_missed_phase_is_found(monkeypatch):

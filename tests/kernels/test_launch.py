@@ -93,6 +93,17 @@ def test_hoppers_attention_lowers(width, options):
     assert ("fuel_attention_mend" in text) == bool(options)
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size_right": 9}], ids=str)
+@pytest.mark.parametrize("given", ["alibi", "k_len", "neither"])
+def test_hoppers_attention_lowers_with_one_option(given, options):
+    """Mosaic has no registers for positions that nobody asks for."""
+    q = jax.ShapeDtypeStruct((2, 4, 504, 64), "bfloat16")
+    alibi = jax.ShapeDtypeStruct((4,), "bfloat16") if given == "alibi" else None
+    k_len = jax.ShapeDtypeStruct((2,), "int32") if given == "k_len" else None
+    f = functools.partial(fuel_jax.flash_attn.using("mosaic"), **options)
+    assert "fuel_attention_hopper" in lowered(f, q, q, q, alibi, k_len)
+
+
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("options", [{}, EVERY], ids=["plain", "everything"])
 def test_hoppers_gradients_lower(width, options):
