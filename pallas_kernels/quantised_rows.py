@@ -26,7 +26,11 @@ from .quantised import ONE, Packing, Part, Tile, load
 
 
 class Cut(NamedTuple):
-    """Rows of a program, units of each at a time, and how many such tiles it reads ahead."""
+    """Rows of a program, units of each at a time, and how many such tiles it reads ahead.
+
+    To compile takes a time that grows with the cube of what is written out: Triton looks from each
+    load for all that depend on the same indices, operation by operation.
+    """
 
     rows: int
     units: int
@@ -151,7 +155,8 @@ def most(dtype: Any) -> int:
 def cut(packing: Packing) -> Cut:
     """As measured on an H200 for one row and AWQ, Q4_0, Q4K and Q6K."""
     read = packing.in_order or packing
-    return Cut(2, WARP * read.each, 3 if packing.in_order else 2)
+    ahead = 3 if packing.in_order else 2 if read.powers.size <= 8 else 1
+    return Cut(2, WARP * read.each, ahead)
 
 
 def cuts(packing: Packing) -> list[Cut]:
