@@ -6,8 +6,9 @@ writes    the product once, or a float32 sum for each part, which XLA adds in or
 bound by  the tensor cores, and by what a step waits for; memory where activations are few
 
 Codes of the weight become halves in registers and are multiplied as they are; a run's sum is
-scaled.  Activations in float32 are three bfloat16, which add up to them: a product for each.  A
-second launch looks for what is not finite then, and computes that anew, as the op says it.
+scaled.  Activations in float32 are three bfloat16, which add up to them: a product for each.  For
+these, and where there are minima, a second launch looks for what is not finite, and computes that
+anew, as the op says it.
 """
 
 import functools
@@ -159,21 +160,22 @@ def kernel(*refs: Any, runs: Runs, cut: Cut, n: int, m: int, terms: Any) -> None
 def again(*refs: Any, runs: Runs, cut: Cut, n: int, m: int, terms: Any) -> None:
     """What is not finite: minimum · inf + code · inf is not weight · inf, and codes may overflow.
 
-    Weights and activations are multiplied in three parts each, of which the lower are finite.
+    Weights are multiplied in as many parts as activations, of which the lower ones are finite.
     """
     *operands, was_ref, y_ref = refs
     block = Block(operands, runs, cut, n, m, terms)
     was = triton().load(was_ref.at[block.at], mask=block.inside, other=0.0)
     sound = jnp.abs(was.astype(jnp.float32)) < jnp.inf
+    parts = 1 + max(j for _, j in terms)
 
     def step(j, total):
         for _, run, first in block.found(block.begin + j, *block.read(block.begin + j)):
             for p, piece in enumerate(run.pieces):
                 w = sum(x.astype(jnp.float32) for x in piece) * run.scale[:, None]
                 w = w if run.minimum is None else w + run.minimum[:, None]
-                for i in range(PARTS):
+                for i in range(parts):
                     part = w.astype(block.dtype)
-                    for plane in range(PARTS - i):
+                    for plane in range(parts - i):
                         x = block.activations(plane, first, p)
                         zero = block.dtype.type(0)
                         total += dot(part, jnp.where(jnp.abs(x) < jnp.inf, x, zero) if i else x)
@@ -234,7 +236,7 @@ def times_transposed(
         products = ((i, j) for i in ways for j in range(PARTS - i))
         planes, terms = in_three(x), sorted(products, key=sum, reverse=True)  # the least first
     of_run = runs.weights // runs.of_step
-    sums = [x.reshape(len(x), -1, of_run).sum(-1).T] * runs.offset
+    sums = [x.reshape(len(x), -1, of_run).sum(-1, dtype=jnp.float32).T] * runs.offset
     start = functools.partial(
         launch,
         name=name,
@@ -247,7 +249,7 @@ def times_transposed(
     how = {"runs": runs, "cut": cut, "n": n, "m": m, "terms": terms}
     operands = (*runs.views(*weight), planes)
     y = start(functools.partial(kernel, **how))(*operands, *sums)
-    if wide:
+    if wide or runs.offset:
         place = {len(operands): 0}
         y = start(functools.partial(again, **how), aliases=place)(*operands, y)
     return functools.reduce(jnp.add, y).astype(x.dtype)

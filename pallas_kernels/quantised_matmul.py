@@ -13,8 +13,8 @@ from .quantised_runs import LEAST, Runs
 
 def refuses(x: Any, n: int, k: int, *weight: Any) -> str | None:
     """Why these kernels cannot serve the arrays, in either direction, or None."""
-    result = jax.ShapeDtypeStruct((rows_of(x), max(n, k)), x.dtype)
-    return unavailable(x, result, *weight)
+    parts_or_result = jax.ShapeDtypeStruct((dots.PARTS * rows_of(x), max(n, k)), x.dtype)
+    return unavailable(x, parts_or_result, *weight)
 
 
 def refuses_groups(size: int) -> str | None:

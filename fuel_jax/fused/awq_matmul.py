@@ -299,7 +299,7 @@ def refuses_triton(
     """Groups that are no tiles of words."""
     n, words = weight.shape
     cannot = kernels.refuses(activations, n, 8 * words, weight, zeros, scales)
-    return cannot or kernels.refuses_groups(group_size)
+    return cannot or kernels.refuses_bytes(weight) or kernels.refuses_groups(group_size)
 
 
 def declines_triton(

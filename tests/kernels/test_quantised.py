@@ -171,8 +171,11 @@ def test_on_tensor_cores_against_float64(name, dtype):
         )
 
 
-@pytest.mark.parametrize("name", ["awq", "nf4", "Q4_1", "Q6K"])
-def test_on_tensor_cores_what_is_not_finite(name):
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "float32") for name in ("awq", "nf4", "Q4_1", "Q6K")), ("Q4_1", "bfloat16")],
+)
+def test_on_tensor_cores_what_is_not_finite(name, dtype):
     """Minima and parts of a float32 are multiplied apart; the weight times infinity is not."""
     packed, _, weight = WEIGHTS[name]()
     n, k = weight.shape
@@ -180,13 +183,15 @@ def test_on_tensor_cores_what_is_not_finite(name):
     x[0, 1], x[1, k - 1], x[2, 2] = np.inf, np.nan, -np.inf
     x[3] = 0  # codes overflow, weights do not
     x[3, 0] = 3e38 / max(np.abs(weight[:, 0]).max(), 1)
-    got = np.asarray(on_tensor_cores(name, jnp.asarray(x), CUTS[0], packed, n))
+    x = np.asarray(jnp.asarray(x, dtype), np.float32)
+    got = on_tensor_cores(name, jnp.asarray(x, dtype), CUTS[0], packed, n)
+    got = np.asarray(got, np.float64)
     with np.errstate(invalid="ignore"):
         np.testing.assert_array_equal(got[0], np.sign(weight[:, 1]) * np.inf)
         np.testing.assert_array_equal(got[2], -np.sign(weight[:, 2]) * np.inf)
     assert np.isnan(got[1]).all()
     want = x[3].astype(np.float64) @ weight.T
-    np.testing.assert_allclose(got[3], want, rtol=0, atol=2e-6 * np.abs(want).max())
+    np.testing.assert_allclose(got[3], want, rtol=0, atol=BOUND[dtype] * np.abs(want).max())
 
 
 @pytest.mark.parametrize("m", [16, 128])
@@ -267,6 +272,15 @@ def test_choice(name, m, k, n, dtype, reason):
         assert choice.serves == ("cuda",)
     else:
         assert reason in choice.why_not
+
+
+def test_small_groups_are_left_to_xla():
+    """Their codes would be multiplied once for each group of a tile."""
+    n, k = 14336, 4096
+    shapes = ((16, k), "bfloat16"), ((n, k // 2), "uint8"), ((n, k // 32), "float32")
+    arrays = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    choices = nf4.nf4_matmul.explain(*arrays, block_size=32).forward
+    assert "groups of 32" in next(c.why_not for c in choices if c.kernel.name == "triton")
 
 
 @pytest.mark.parametrize(
