@@ -13,21 +13,25 @@ from pallas_kernels import quantised_gguf, quantised_gguf_runs, quantised_matmul
 from pallas_kernels._tiles import Tiles
 
 from .._op import Precision
+from ..numerics import wide, wide_dtype
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
-from ..types import Array, Wide, Words
+from ..types import Array, Floats, Words
 from . import _gguf_lanes as lanes
 from ._frozen_weight import (
     BLOCK,
     PART,
     Rows,
     block_tiles,
+    declines_rounded,
     fits_one_block,
     refuses_nothing,
+    refuses_rounded,
     times,
     times_blocked,
     times_transposed,
     times_transposed_blocked,
+    times_transposed_rounded,
 )
 from ._gguf_blocks import FORMATS, QuantType
 
@@ -152,13 +156,13 @@ def declines(
     examples=backward_examples,
 )
 def qmatmul_backward(
-    upstream: Wide[Array, "*batch m n"],
+    upstream: Floats[Array, "*batch m n"],
     w_q_bytes: Words[Array, " words"],
     *,
     quant_type: QuantType,
     k: int,
     n: int,
-) -> Wide[Array, "*batch m k"]:
+) -> Floats[Array, "*batch m k"]:
     """Gradient of :func:`qmatmul`:  upstream @ W.
 
     W is decoded some rows at a time: of a large one no dense copy is held.
@@ -173,7 +177,9 @@ def qmatmul_backward(
     Returns:
         The cotangent of ``a``, ``[*batch, m, k]``, in the dtype of ``upstream``.
     """
-    return times(upstream, decoder(w_q_bytes, upstream.dtype, quant_type=quant_type, k=k, n=n), n)
+    g = wide(upstream)
+    rows = decoder(w_q_bytes, g.dtype, quant_type=quant_type, k=k, n=n)
+    return times(g, rows, n).astype(upstream.dtype)
 
 
 @fused_op(
@@ -188,21 +194,22 @@ def qmatmul_backward(
     examples=examples,
 )
 def qmatmul(
-    a: Wide[Array, "*batch m k"],
+    a: Floats[Array, "*batch m k"],
     w_q_bytes: Words[Array, " words"],
     *,
     quant_type: QuantType,
     k: int,
     n: int,
-) -> Wide[Array, "*batch m n"]:
+) -> Floats[Array, "*batch m n"]:
     """a @ Wᵀ with a weight W[n, k] in GGUF blocks, as llama.cpp stores them.
 
     The weights are those of ggml to the bit; the activations are not quantised.  (llama.cpp's own
     products round them to 8 bits first and differ by 1e-2.)  Products are summed in float32
-    (float64 for float64 activations).  The weight is frozen; ``a`` has a gradient.
+    (float64 for float64 activations), rounded once.  The weight is frozen; ``a`` has a gradient.
+    On NVIDIA GPUs more than four rows of halves may meet weights rounded to their dtype.
 
     Args:
-        a: activations ``[*batch, m, k]``, F32; F64 is taken as well.
+        a: activations ``[*batch, m, k]``.  Fuel takes F32 alone.
         w_q_bytes: the bytes of the rows of W one after the other, ``k / weights`` blocks each, as
             U32 words: little-endian, the last one padded with zeros.
         quant_type: the block format: ``Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q8_1`` with 32 weights a block,
@@ -219,7 +226,9 @@ def qmatmul(
 
     Source: https://github.com/ggml-org/ggml, ggml-common.h (layouts) and ggml-quants.c.
     """
-    return times_transposed(a, decoder(w_q_bytes, a.dtype, quant_type=quant_type, k=k, n=n), n)
+    x = wide(a)
+    rows = decoder(w_q_bytes, x.dtype, quant_type=quant_type, k=k, n=n)
+    return times_transposed(x, rows, n).astype(a.dtype)
 
 
 @qmatmul.kernel("lanes", platforms=("cpu",), refuses=lanes.refuses, declines=lanes.declines)
@@ -228,12 +237,13 @@ def qmatmul_lanes(a, w_q_bytes, *, quant_type, k, n):
 
     Parts of a weight are summed apart, or times 0: an infinite activation would give NaN.
     """
-    params = {"quant_type": quant_type, "k": k, "n": n}
-    return lax.cond(
-        jnp.all(jnp.isfinite(a)),
-        lambda: lanes.times_transposed(a, w_q_bytes, **params),
-        lambda: qmatmul_blocked(a, w_q_bytes, **params),
+    params, x = {"quant_type": quant_type, "k": k, "n": n}, wide(a)
+    y = lax.cond(
+        jnp.all(jnp.isfinite(x)),
+        lambda: lanes.times_transposed(x, w_q_bytes, **params),
+        lambda: qmatmul_blocked(x, w_q_bytes, **params),
     )
+    return y.astype(a.dtype)
 
 
 def tiles_blocked(
@@ -254,14 +264,15 @@ in_blocks: dict[str, Any] = {
 @qmatmul.kernel("blocked", **in_blocks)
 def qmatmul_blocked(a, w_q_bytes, *, quant_type, k, n, tile=None):
     """The weight a block of rows at a time."""
-    rows = decoder(w_q_bytes, a.dtype, quant_type=quant_type, k=k, n=n)
-    return times_transposed_blocked(a, rows, n, tile)
+    x = wide(a)
+    rows = decoder(w_q_bytes, x.dtype, quant_type=quant_type, k=k, n=n)
+    return times_transposed_blocked(x, rows, n, tile).astype(a.dtype)
 
 
 @qmatmul_backward.kernel("blocked", **in_blocks)
 def qmatmul_backward_blocked(upstream, w_q_bytes, *, quant_type, k, n, tile=None):
     """The weight a block of rows at a time."""
-    rows = decoder(w_q_bytes, upstream.dtype, quant_type=quant_type, k=k, n=n)
+    rows = decoder(w_q_bytes, wide_dtype(upstream), quant_type=quant_type, k=k, n=n)
     return times_blocked(upstream, rows, n, k, tile)
 
 
@@ -323,9 +334,31 @@ def qmatmul_backward_by_triton(
     return kernels.gradient(upstream, (w_q_bytes,), packing, **options)
 
 
+rounded: dict[str, Any] = {
+    "platforms": ("cuda",),
+    "refuses": refuses_rounded,
+    "declines": declines_rounded,
+}
+tiles_parts = functools.partial(tiles_blocked, most=PART)
+
+
+@qmatmul.kernel("rounded", **rounded)
+def qmatmul_rounded(a, w_q_bytes, *, quant_type, k, n, interpret=False):
+    """The weight rounded to the dtype of the activations, for the tensor cores."""
+    rows = decoder(w_q_bytes, jnp.float32, quant_type=quant_type, k=k, n=n)
+    return times_transposed_rounded(a, rows, n)
+
+
+@qmatmul_backward.kernel("rounded", **rounded, tiles=tiles_parts)
+def qmatmul_backward_rounded(upstream, w_q_bytes, *, quant_type, k, n, tile=None, interpret=False):
+    """The weight rounded to the dtype of the cotangent, for the tensor cores; a part at a time."""
+    rows = decoder(w_q_bytes, jnp.float32, quant_type=quant_type, k=k, n=n)
+    return times_blocked(upstream, rows, n, k, tile, rounded=True)
+
+
 qmatmul_backward.kernel(
     "parts",
     refuses=refuses_nothing,
     declines=functools.partial(declines, most=PART),
-    tiles=functools.partial(tiles_blocked, most=PART),
+    tiles=tiles_parts,
 )(qmatmul_backward_blocked)

@@ -52,8 +52,7 @@ class Packed:
     def __rmatmul__(self, x: Any) -> Any:
         if len(self.operands) == 2:
             return nf4_matmul(x, *self.operands, block_size=64)
-        params: dict[str, Any] = {"quant_type": "Q4K", "k": self.k, "n": self.n}
-        return qmatmul(x.astype(jnp.float32), *self.operands, **params).astype(x.dtype)
+        return qmatmul(x, *self.operands, quant_type="Q4K", k=self.k, n=self.n)
 
 
 def weight(form: str, k: int, n: int, key: Any) -> Any:

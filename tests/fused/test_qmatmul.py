@@ -1,5 +1,7 @@
 """What is true of qmatmul in particular: its weights are ggml's, and are never held whole."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -329,6 +331,26 @@ def test_float64_activations_are_summed_in_float64(draw):
     near(got, want, 1e-12)
 
 
+@pytest.mark.parametrize("kernel", ["lanes", "blocked", "rounded", "xla"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_halves_are_summed_in_float32(dtype, kernel, draw):
+    """And rounded once; or each weight is as well, on a GPU."""
+    b, given = blocks("Q4K", 33, 512), {"quant_type": "Q4K", "k": 512, "n": 33}
+    a, g = draw((3, 512), dtype), draw((3, 33), dtype)
+    w, stream = oracle("Q4K", b).astype(np.float64), words(b)
+    if kernel == "rounded":
+        w = np.asarray(jnp.asarray(w, jnp.float32).astype(dtype), np.float64)
+    run = functools.partial(qmatmul.using(kernel), **given)
+    y, pull = jax.vjp(lambda a: run(a, stream), a)
+    half = float(jnp.finfo(dtype).eps) / 2 + 4e-6
+    for got, want in (
+        (y, np.asarray(a, np.float64) @ w.T),
+        (*pull(g), np.asarray(g, np.float64) @ w),
+    ):
+        assert got.dtype == dtype
+        near(got, want, half)
+
+
 @pytest.mark.parametrize(("m", "k", "n"), [(0, 32, 2), (2, 32, 0), (2, 0, 3)])
 def test_nothing(m, k, n):
     a = jnp.ones((m, k), "float32")
@@ -353,7 +375,7 @@ def test_bad_calls(draw):
     bad("'w_q_bytes' has 108 words; 4 x 256 weights in Q4K fill 144", n=4)
     bad("'w_q_bytes' has 107 words; 3 x 256", w=stream[:-1])
     bad("'a' has rows of 128 and parameter 'k' is 256", a=draw((2, 128)))
-    bad("'a' is bfloat16.*float32, float64", a=draw((2, 256), "bfloat16"))
+    bad("'a' is int32.*bfloat16", a=draw((2, 256)).astype("int32"))
     bad("'w_q_bytes' is uint8.*uint32", w=stream.view(np.uint8))
     bad("'a' is float32\\[256\\]; it has 1 axes", a=a[0])
     refused(qmatmul, a, match="array 'w_q_bytes' is missing", **given)
