@@ -206,7 +206,7 @@ def qmatmul(
     The weights are those of ggml to the bit; the activations are not quantised.  (llama.cpp's own
     products round them to 8 bits first and differ by 1e-2.)  Products are summed in float32
     (float64 for float64 activations), rounded once.  The weight is frozen; ``a`` has a gradient.
-    On NVIDIA GPUs more than four rows of halves may meet weights rounded to their dtype.
+    On NVIDIA GPUs many rows of halves meet weights rounded to their dtype.
 
     Args:
         a: activations ``[*batch, m, k]``.  Fuel takes F32 alone.
