@@ -179,7 +179,7 @@ class Score(NamedTuple):
     bend: Any  # None: no cap
     seen: Any  # None: all of them
 
-    def weights(self, m: jax.Array) -> jax.Array:
+    def weights(self, m: jax.Array | float) -> jax.Array:
         """``2^(score − m)``."""
         level = m - self.shift
         return exp2(self.s - level if self.unit == 1 else fma(self.s, self.unit, -level))

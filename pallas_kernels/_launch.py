@@ -271,7 +271,7 @@ def logistic(x: jax.Array) -> jax.Array:
     return z + z * (off + off * off)
 
 
-def fma(a: jax.Array, b: jax.Array | float, c: jax.Array) -> jax.Array:
+def fma(a: jax.Array, b: jax.Array | float, c: jax.Array | float) -> jax.Array:
     """a · b + c, rounded once; XLA's Triton does not put the two together."""
     b, c = (jnp.broadcast_to(jnp.asarray(x, jnp.float32), a.shape) for x in (b, c))
     if INTERPRETED.value:

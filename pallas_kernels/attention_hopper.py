@@ -32,8 +32,10 @@ from ._hopper import (
     slots,
     spread,
 )
-from ._launch import cdiv, dynamic_slice, exp2, like, mosaic, warpgroups
+from ._launch import LOG2_E, cdiv, dynamic_slice, exp2, like, mosaic, warpgroups
 from .attention import LN_2, mended, width_of
+
+MOST = 32  # of a cap: the least weight is then e⁻⁶⁴, 2⁻⁹², and no bfloat16 is below 2⁻¹²⁶
 
 
 class Scratch(NamedTuple):
@@ -97,6 +99,14 @@ class Group(NamedTuple):
     tile: Tile
 
     @property
+    def most(self) -> float | None:
+        """What no score exceeds, in powers of 2, if a weight of the least is still above 0."""
+        cap = self.rules.softcap
+        if cap is None or cap > MOST or self.slope is not None:
+            return None
+        return cap * LOG2_E if self.scratch.rows.dtype == jnp.dtype("bfloat16") else None
+
+    @property
     def takes_turns(self) -> bool:
         """Whether groups start products in turns, so that one's softmax is under the other's.
 
@@ -148,11 +158,13 @@ class Group(NamedTuple):
             return Places(at, key, -spread(number(column), shape, 1), -self.slope * number(row))
         return Places(at, key, jnp.abs(number(at) - number(key)), 0.0)
 
-    def weigh(self, s: jax.Array, j: Any, top: jax.Array, masked: bool) -> tuple[jax.Array, ...]:
-        """Weights of block ``j``, what the older ones shrink by, and the new maximum."""
+    def weigh(self, s: jax.Array, j: Any, top: jax.Array, masked: bool) -> tuple[Any, ...]:
+        """Weights of block ``j``, what the older ones shrink by if any, and the new maximum."""
         at, key, far, more = self.places(s.shape, j, masked)
         length = self.length - j * self.tile.keys
         x = scored(s, at, key, self.slope, length, self.rules, masked, far)
+        if self.most is not None:  # nothing has to be found, nor does anything shrink
+            return x.weights(self.most), None, top
         new = jnp.maximum(top, jnp.max(x.s, axis=1) * x.unit + (x.shift + more))
         level = level_of(new) if masked else new
         return x.weights(spread(level - more, s.shape)), exp2(top - level), new
@@ -196,14 +208,15 @@ class Group(NamedTuple):
             s = gpu.wgmma_accumulator_load(scores, wait_n=1)
             scratch.keys.release(slot)
             p, keep, top = self.weigh(s, j, state.top, masked)
-            total = state.total * keep + jnp.sum(p, axis=1)
+            total = state.total if keep is None else state.total * keep
+            total = total + jnp.sum(p, axis=1)
             # Weights are in float32 until the product is done: its halves lie where new ones go.
             # The compiler moves nothing across a loop, and to wait is one: the softmax stays above.
             p, keep, top, total = lax.optimization_barrier((p, keep, top, total))
             scratch.values.wait(slot)
             o = gpu.wgmma_accumulator_load(result, wait_n=0)
             scratch.values.release(before)
-            o = o * spread(keep, o.shape)
+            o = o if keep is None else o * spread(keep, o.shape)
             return State(o, p.astype(scratch.rows.dtype), top, total)
 
         shapes = ((tile.rows, tile.keys), state.o.shape)
@@ -219,7 +232,10 @@ class Group(NamedTuple):
         o = pallas.run_state(last)(gpu.ACC.init(state.o))
         divisor = jnp.where(state.total == 0, 1.0, state.total)
         o = o * spread(1 / divisor, o.shape)
-        return o, state.top * LN_2 + jnp.log(divisor)
+        top = state.top
+        if self.most is not None:
+            top = jnp.where(state.total == 0, -jnp.inf, self.most)
+        return o, top * LN_2 + jnp.log(divisor)
 
 
 def attend_kernel(*refs: Any, sizes: Sizes, tile: Tile, rules: Rules) -> None:

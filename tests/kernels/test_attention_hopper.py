@@ -18,6 +18,7 @@ CASES = {
     "more blocks than slots": ((1, 1, 1, 136, 328), {}),
     "causal, shared keys": ((1, 2, 1, 200, 200), {"causal": True}),
     "more queries than keys": ((1, 1, 1, 256, 72), {"causal": True}),
+    "soft cap, more queries than keys": ((1, 1, 1, 256, 72), {"causal": True, "softcap": 30.0}),
     "windows": ((1, 1, 1, 136, 264), {"window_size_left": 70, "window_size_right": 3}),
     "soft cap and slopes": ((1, 2, 2, 64, 192), {"causal": True, "softcap": 2.0}),
     "lengths": ((3, 1, 1, 64, 192), {"causal": True}),
