@@ -37,7 +37,6 @@ class Cut(NamedTuple):
     ahead: int
 
 
-TOGETHER = 4  # rows of activations
 ACTIVATIONS = 32  # in registers of a thread
 Plane = Callable[[int, int], Tile]  # of a row of activations: what meets a code, or their sum
 
@@ -77,9 +76,10 @@ def kernel(*refs: Any, packing: Packing, cut: Cut) -> None:
     """Some rows of the weight."""
     *weight, x_ref, y_ref = refs
     m, n = y_ref.shape
-    groups = cdiv(m, TOGETHER)
-    first_of_x = program_id(0) % groups * TOGETHER
-    mine = [jnp.minimum(first_of_x + i, m - 1) for i in range(min(m, TOGETHER))]
+    count = together(packing, m)
+    groups = cdiv(m, count)
+    first_of_x = program_id(0) % groups * count
+    mine = [jnp.minimum(first_of_x + i, m - 1) for i in range(count)]  # the last ones again
     first = program_id(0) // groups * cut.rows
     first = jnp.minimum(first, n - cut.rows) if n % cut.rows else first  # some rows twice
     rows = [first + i for i in range(cut.rows)]
@@ -181,9 +181,15 @@ def ordered(x: jax.Array, packing: Packing, units: int, one: float) -> jax.Array
     return jnp.concatenate([flat(x * packing.powers[..., None]), *sums, flat(x)], 1)
 
 
+def together(packing: Packing, m: int) -> int:
+    """Rows of activations that a program multiplies."""
+    return min(m, 4, ACTIVATIONS // packing.powers.size)
+
+
 def fitting(cut: Cut, packing: Packing, m: int, n: int) -> Cut:
     """At most what there is, and as many units as a thread has registers for activations of."""
-    each = max(1, ACTIVATIONS // (packing.powers.size * power_of_two(min(m, TOGETHER))))
+    count = power_of_two(together(packing, m))
+    each = ACTIVATIONS // (packing.powers.size * count)
     return cut._replace(rows=min(cut.rows, n), units=min(cut.units, WARP * each))
 
 
@@ -215,7 +221,7 @@ def times_transposed(
         functools.partial(kernel, packing=packing, cut=cut),
         name,
         out=like(x, (len(x), n)),
-        grid=(cdiv(len(x), TOGETHER) * cdiv(n, cut.rows),),
+        grid=(cdiv(len(x), together(packing, len(x))) * cdiv(n, cut.rows),),
         warps=1,
         interpret=interpret,
     )(*weight, planes)

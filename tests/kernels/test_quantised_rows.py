@@ -69,6 +69,7 @@ def test_lowers(name, size, setting):
     arrays = of((1, k), "float32"), of((n * k // 32 * size // 4,), "uint32")
     (kernel,) = (kernel for kernel in qmatmul.kernels if kernel.name == "triton")
     params = {"quant_type": name, "k": k, "n": n}
+    assert kernel.tiles is not None
     tile = kernel.tiles(*arrays, **params).settings[setting]
     text = lowered(functools.partial(kernel.run, tile=tile, **params), *arrays)
     assert f"fuel_qmatmul_{name.lower()}" in text
