@@ -41,7 +41,7 @@ SMALL = 2**23  # weights
 # None for NF4 and AWQ, and whether in halves.
 MEASURED: dict[tuple[str | None, bool], int] = {(None, True): 256}
 MEASURED |= {(format, False): 128 for format in ("Q4_0", "Q4K", "Q6K", "Q8_0")}
-MEASURED |= {(format, True): 256 for format in ("Q4_0", "Q4K", "Q6K", "Q8_0")}
+MEASURED |= {(format, True): 16 for format in ("Q4_0", "Q6K", "Q8_0")} | {("Q4K", True): 128}
 
 
 def format_of(quant_type: str | None) -> str | None:

@@ -78,13 +78,13 @@ def refuses_rounded(x, *rest, **params) -> str | None:
     return refuses_nothing(x, *rest)
 
 
-def declines_rounded(x, *rest, **params) -> str | None:
+MANY = 64  # rows of activations
+
+
+def declines_rounded(x, *rest, least: int = MANY, **params) -> str | None:
     """Rows so few that writing the weight down takes longer than multiplying with it."""
     m = x.size // x.shape[-1]
-    return f"{m} rows are too few to write the weight down for" if m < MANY else None
-
-
-MANY = 64  # rows of activations
+    return f"{m} rows are too few to write the weight down for" if m < least else None
 
 
 def times_transposed_blocked(x: Array, rows: Rows, n: int, tile: Block | None = None) -> Array:

@@ -90,7 +90,8 @@ def attention(
     if not alibi and "softcap" not in params:
         cudnn = functools.partial(spellings.cudnn_attention, **params)
         peers["cudnn"] = Peer(cudnn, spellings.heads_after, spellings.heads_before)
-    return Work(flash_attn, specs, params, cuts, (group,), peers=peers)
+    summed = (3,) if alibi else ()  # over the sequences
+    return Work(flash_attn, specs, params, cuts, (group,), summed, peers)
 
 
 def decoding(*, b: int, h: int, hk: int, d: int, context: int, page: int) -> Work:

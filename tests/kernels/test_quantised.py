@@ -199,6 +199,13 @@ def test_on_tensor_cores_lowers(name, m, dtype):
     assert f"fuel_qmatmul_{name.lower()}" in lowered(run, of((m, k), dtype), words)
 
 
+def test_words_made_of_bytes_are_read_in_pairs():
+    """XLA would join both conversions into one that it then refuses."""
+    words = jnp.arange(64, dtype="uint8").reshape(2, 32)
+    pairs = jax.jit(lambda x: quantised_runs.in_pairs(nf4.in_words(x)))(words)
+    np.testing.assert_array_equal(pairs, np.asarray(words).view("<u2"))
+
+
 OPS = {
     "awq": (awq.awq_matmul, {"group_size": 128}),
     "nf4": (nf4.nf4_matmul, {"block_size": 64}),
