@@ -64,11 +64,12 @@ def test_rows_are_appended_and_say_where(tmp_path, capsys):
     assert "[1/1] causal_conv1d" in capsys.readouterr().out
 
 
-def test_a_failure_is_reported_and_exit_1(capsys, monkeypatch):
+@pytest.mark.parametrize("when", ["lowered", "compiled"])
+def test_a_failure_is_reported_and_exit_1(when, capsys, monkeypatch):
     def broken(*arguments):
         raise RuntimeError("out of shared memory\nand a long trace")
 
-    monkeypatch.setattr(profile, "jax_burst", broken)
+    monkeypatch.setattr(profile, "jax_lowered", {"lowered": broken}.get(when, lambda *_: broken))
     assert main(["profile", "--suite", "h200", "--tiny", "fused_linear"]) == 1
     said = capsys.readouterr().out
     assert "RuntimeError: out of shared memory\n" in said

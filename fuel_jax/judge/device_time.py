@@ -63,21 +63,37 @@ def jax_burst(
 
     And what computes its result on the first set, with the same program.
     """
+    return jax_lowered(f, sets, join, most_bytes)()
+
+
+def jax_lowered(
+    f: Callable[..., Any], sets: Sequence[Any], join: int, most_bytes: float
+) -> Callable[[], tuple[Burst, Callable[[], Any]]]:
+    """What is left of :func:`jax_burst` when it is traced and lowered: any thread may compile it.
+
+    Settings of JAX hold for the thread that they were made in.
+    """
     groups = [tuple(sets)] if join > 1 else [(operands,) for operands in sets]
-    program = jax.jit(one_after_another(f)).lower(groups[0]).compile()
-    needs = program.memory_analysis()
-    if needs is not None and needs.temp_size_in_bytes > most_bytes:
-        raise MemoryError(f"needs {needs.temp_size_in_bytes / 2**30:.0f} GiB beside its results")
+    lowered = jax.jit(one_after_another(f)).lower(groups[0])
 
-    def burst(n: int) -> float:
-        start = time.perf_counter()
-        results = None
-        for i in range(max(1, n // join)):
-            results = program(groups[i % len(groups)])
-        jax.block_until_ready(results)
-        return (time.perf_counter() - start) / max(1, n // join) / join
+    def compiled() -> tuple[Burst, Callable[[], Any]]:
+        program = lowered.compile()
+        needs = program.memory_analysis()
+        if needs is not None and needs.temp_size_in_bytes > most_bytes:
+            gib = needs.temp_size_in_bytes / 2**30
+            raise MemoryError(f"needs {gib:.0f} GiB beside its results")
 
-    return burst, lambda: program(groups[0])[0]
+        def burst(n: int) -> float:
+            start = time.perf_counter()
+            results = None
+            for i in range(max(1, n // join)):
+                results = program(groups[i % len(groups)])
+            jax.block_until_ready(results)
+            return (time.perf_counter() - start) / max(1, n // join) / join
+
+        return burst, lambda: program(groups[0])[0]
+
+    return compiled
 
 
 def interleaved(

@@ -9,6 +9,7 @@ import pathlib
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -22,11 +23,12 @@ from .device_time import (
     Burst,
     in_kernels,
     interleaved,
-    jax_burst,
+    jax_lowered,
     joined,
     torch_burst,
 )
 from .h200 import Case
+from .suite import reason
 from .workload import Peer, Work, directed, filled, pull_of
 
 LARGE = 2 * 2**30  # bytes of operands of which one set is enough
@@ -93,13 +95,21 @@ def measured(case: Case, tiny: bool) -> dict[str, Any]:
     join = joined(case.floor_us) if not tiny else 2
     data = prepared(work, join)
     programs, failures = {}, {}
-    for name, make in makers(case, work, data, join).items():
+    # Compiled at once, and nothing runs meanwhile: XLA tries products on the device, one by one.
+    made: dict[str, Callable[[], Program]] = {}
+    with ThreadPoolExecutor() as pool:
+        for name, lower in makers(case, work, data, join).items():
+            try:
+                made[name] = pool.submit(lower()).result
+            except Exception as error:  # whatever a compiler or a library may raise is a finding
+                failures[name] = reason(error)
+    for name, make in (made | torch_makers(case, work, data, join)).items():
         try:
             programs[name] = make()
             programs[name].burst(1)
-        except Exception as error:  # whatever a compiler or a library may raise is a finding
+        except Exception as error:
             programs.pop(name, None)
-            failures[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+            failures[name] = reason(error)
     wanted = reference(case, work, data)
     bursts = {name: program.burst for name, program in programs.items()}
     times = interleaved(bursts, rounds=1, seconds=0) if tiny else interleaved(bursts)
@@ -140,31 +150,38 @@ def prepared(work: Work, join: int) -> Data:
     return Data(sets, jax.tree.map(normal, outputs))
 
 
-def makers(case: Case, work: Work, data: Data, join: int) -> dict[str, Callable[[], Program]]:
-    """What makes each program: ours, our decomposition under XLA, and the peers."""
+def makers(
+    case: Case, work: Work, data: Data, join: int
+) -> dict[str, Callable[[], Callable[[], Program]]]:
+    """What lowers each program of JAX: ours, our decomposition under XLA, and the peers."""
     ours: dict[str, Any] = {"ours": Peer(lambda *xs: work.op(*xs, **work.params))}
     if len(work.op.kernels) > 1:
         pinned = work.op.using("xla")
         ours["xla"] = Peer(lambda *xs: pinned(*xs, **work.params))
     alone = case.direction == "backward"  # a peer's may keep far more than the card holds
     peers = ours | ({} if alone else work.peers)
-    made: dict[str, Callable[[], Program]] = {
+    return {
         name: functools.partial(jax_program, peer, case, work, data, join)
         for name, peer in peers.items()
     }
-    if alone:
-        return made
+
+
+def torch_makers(case: Case, work: Work, data: Data, join: int) -> dict[str, Callable[[], Program]]:
+    """What makes each program of PyTorch, where that is installed."""
+    if case.direction == "backward":  # it may keep far more than the card holds
+        return {}
     try:
         from . import peers_torch
     except ImportError:
-        return made
-    for name, f in peers_torch.functions(work).items():
-        made[name] = functools.partial(torch_program, f, case, work, data, join)
-    return made
+        return {}
+    return {
+        name: functools.partial(torch_program, f, case, work, data, join)
+        for name, f in peers_torch.functions(work).items()
+    }
 
 
-def jax_program(peer: Peer, case: Case, work: Work, data: Data, join: int) -> Program:
-    """A program of JAX."""
+def jax_program(peer: Peer, case: Case, work: Work, data: Data, join: int) -> Callable[[], Program]:
+    """What compiles a program of JAX."""
     arrange = jax.jit(peer.arrange) if peer.arrange else lambda *xs: xs
     restore = peer.restore or (lambda outputs: outputs)
     sets, cotangents = [arrange(*operands) for operands in data.sets], data.cotangents
@@ -176,9 +193,14 @@ def jax_program(peer: Peer, case: Case, work: Work, data: Data, join: int) -> Pr
     else:
         f = directed(peer.run, case.direction, work.wrt)
         given = [(xs, cotangents) for xs in sets]
-    burst, first = jax_burst(f, given, join, MOST_TEMPORARY)
+    compiled = jax_lowered(f, given, join, MOST_TEMPORARY)
     launches = join * -(-PROFILED // join)
-    return Program(burst, lambda: parts(work, case.direction, restore(first())), launches)
+
+    def program() -> Program:
+        burst, first = compiled()
+        return Program(burst, lambda: parts(work, case.direction, restore(first())), launches)
+
+    return program
 
 
 def torch_program(f: Any, case: Case, work: Work, data: Data, join: int) -> Program:
