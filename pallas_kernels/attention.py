@@ -99,8 +99,9 @@ def place(parts: int) -> tuple[Any, ...]:
 def attend_kernel(*refs: Any, width: int, leaks: bool, **task: Any) -> None:
     """One block of rows against the keys they see: a running maximum, sum and weighted sum."""
     *operands, o_ref, lse_ref, spoiled_ref = refs
-    i = cdiv(task["sizes"].rows, task["tile"].rows) - 1 - program_id(0)
-    its = Task.of(i, place(task["parts"]), operands, **task)  # under causality the last do most
+    blocks = cdiv(task["sizes"].rows, task["tile"].rows)
+    i = blocks - 1 - program_id(0)  # under causality the last do most
+    its = Task.of(i, place(task["parts"]), operands, **task)
 
     def step(masked: bool) -> Callable[..., Any]:
         def over(j: Any, carry: Any) -> Any:
