@@ -77,14 +77,27 @@ def declines(logits: Any, *rest: Any, **params: Any) -> str | None:
     rows, v = logits.size // logits.shape[-1], logits.shape[-1]
     if v < LOSSES.size and rows > MANY:
         return f"more than {MANY} rows of less than {LOSSES.size} are as fast in XLA"
-    if rows < FEW and v > DIVIDED:
-        return f"{rows} long rows leave most of the chip idle; XLA divides them"
-    return is_short(logits)
+    return are_idle(logits) or are_short(logits)
 
 
 def declines_gradient(logits: Any, *rest: Any, **params: Any) -> str | None:
-    """Where XLA finds the gradient as fast."""
-    return is_short(logits)
+    """Where XLA finds the gradient as fast: of halves few rows are read once, of float32 twice."""
+    twice = logits.dtype.itemsize == 4
+    return (are_idle(logits) if twice else None) or are_short(logits)
+
+
+def are_idle(logits: Any) -> str | None:
+    """Few rows that XLA divides."""
+    rows, v = logits.size // logits.shape[-1], logits.shape[-1]
+    if rows < FEW and v > DIVIDED:
+        return f"{rows} long rows leave most of the chip idle; XLA divides them"
+    return None
+
+
+def are_short(logits: Any) -> str | None:
+    """Short rows, but for a few hundred, for which XLA's kernels take longer to start than ours."""
+    rows = logits.size // logits.shape[-1]
+    return None if FEW <= rows <= MANY else is_short(logits)
 
 
 # -- loss ----------------------------------------------------------------------------------

@@ -86,13 +86,20 @@ def of(f: Function, operands: Sequence[Any], wrt: Sequence[int]) -> Function:
     return chosen
 
 
-# The bytes of a block that hold its scales: high bytes of little-endian halves.
+# Of a block: bytes, weights, and the high bytes of its scales, which are little-endian halves.
 HALVES: dict[str, tuple[int, int, tuple[int, ...]]] = {
     "Q4_0": (18, 32, (1,)),
+    "Q4_1": (20, 32, (1, 3)),
+    "Q5_0": (22, 32, (1,)),
+    "Q5_1": (24, 32, (1, 3)),
     "Q8_0": (34, 32, (1,)),
+    "Q8_1": (36, 32, (1, 3)),
+    "Q2K": (84, 256, (81, 83)),
+    "Q3K": (110, 256, (109,)),
     "Q4K": (144, 256, (1, 3)),
+    "Q5K": (176, 256, (1, 3)),
+    "Q6K": (210, 256, (209,)),
 }
-HALVES["Q6K"] = (210, 256, (209,))
 
 
 def filled(spec: Spec, key: Any) -> jax.Array:
