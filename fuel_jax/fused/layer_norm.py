@@ -146,7 +146,7 @@ def in_one_pass(x, *, eps: float, clipped):
 
 cuda: dict[str, Any] = {"platforms": ("cuda",), "refuses": kernels.refuses}
 cuda |= {"tiles": kernels.tiles}
-layer_norm_last_dim.kernel("triton", **cuda, declines=kernels.declines)(kernels.layer_norm)
+layer_norm_last_dim.kernel("triton", **cuda, declines=kernels.declines_layer)(kernels.layer_norm)
 layer_norm_last_dim_backward.kernel("triton", **cuda, declines=kernels.declines_layer_gradient)(
     kernels.layer_norm_backward
 )

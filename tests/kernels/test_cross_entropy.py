@@ -89,3 +89,28 @@ def test_gradient_through_the_op(reduction):
     f = op.fused_softmax_cross_entropy
     got, want = loss(f.using("triton"))(logits), loss(f.decompose)(logits)
     np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "loss", "gradient"),
+    [
+        ((4096, 50257), "float32", None, None),
+        ((16, 50257), "bfloat16", "most of the chip idle", None),
+        ((16, 50257), "float32", "most of the chip idle", "most of the chip idle"),
+        ((16, 8192), "float32", None, None),
+        ((334, 64), "bfloat16", None, None),
+        ((16, 64), "bfloat16", "less than 768", "less than 768"),
+        ((65536, 64), "float32", "more than 512 rows", "less than 768"),
+    ],
+)
+def test_choice(shape, dtype, loss, gradient):
+    """Which kernel runs on CUDA, or why XLA does."""
+    logits = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    targets = jax.ShapeDtypeStruct(shape[:1], jnp.int32)
+    said = op.fused_softmax_cross_entropy.explain(logits, targets)
+    for choices, reason in ((said.forward, loss), (said.backward, gradient)):
+        choice = next(c for c in choices if c.kernel.name == "triton")
+        if reason is None:
+            assert choice.serves == ("cuda",)
+        else:
+            assert reason in choice.why_not
