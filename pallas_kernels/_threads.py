@@ -6,7 +6,7 @@ Sums of several arrays are cheaper than as many sums: at each halving a thread k
 has and gives the rest away.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -45,6 +45,15 @@ def swapped(x: jax.Array, axis: int, m: int) -> jax.Array:
         pairs = x.reshape(*x.shape[:axis], -1, 2, m, *x.shape[axis + 1 :])
         return jnp.flip(pairs, axis + 1).reshape(x.shape)
     return shuffled(x, "bfly", m * (1 if axis else x.shape[1]), WARP - 1)
+
+
+def over_rows(op: Callable[..., jax.Array], x: jax.Array, rows: int) -> jax.Array:
+    """The first 1, 2, 4, … ``rows`` of ``x``, after which they repeat, in one: in every row."""
+    m = 1
+    while m < rows:
+        x = op(x, swapped(x, 0, m))
+        m *= 2
+    return x
 
 
 def summed(xs: Sequence[jax.Array], axis: int) -> list[jax.Array]:

@@ -1,17 +1,16 @@
 """Depthwise causal convolution along a sequence, then SiLU: each element read once from memory.
 
 grid      sequences of channels × blocks of steps
-reads     x once; what two outputs share, from the cache      writes  y once
+reads     x once; what two threads share, from the cache      writes  y once
 bound by  memory: 2 · elements · itemsize bytes.  Measured on an H200, 8 sequences of 4096 channels,
-          2048 steps, 4 taps: 81 µs in bfloat16 (XLA: 113), 134 in float32 (XLA: 140)
+          2048 steps, 4 taps: 67 µs in bfloat16 (XLA: 113), 134 in float32 (XLA: 140)
 
-A row of L + k − 1 halves begins wherever the last one ended, at every other element between two
-words of 32 bits.  Words are read, and the halves of three give two outputs of four taps: half of
-the reads, a quarter of those of single elements.
+A row of L + k − 1 halves begins wherever the last one ended, at any element of a word of 16 bytes.
+Whole words are read, and the kernel is written out for each place at which a row may begin in one:
+a thread has in registers what 8 outputs of 4 taps need, from 2 reads or 3 instead of 32.
 """
 
 import functools
-import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +35,7 @@ from ._launch import (
     write,
 )
 from ._rows import counted
+from ._threads import joined, parts
 from ._tiles import FULL, Tiles, around, varied
 
 MOST_TAPS = 16
@@ -44,22 +44,27 @@ SHORTEST = 1024  # steps of a row: of 512 it takes 37 µs and XLA 29, of 1024 50
 
 
 class Tile(NamedTuple):
-    """What a program computes: loads of a row, and its warps."""
+    """What a program computes: words of a row, and its warps."""
 
     size: int
     warps: int
 
 
-WORDS = Tile(1024, 8)
-ELEMENTS = Tile(2048, 8)
+# By elements of a word.  Of 8: two words of a thread take 64 µs, one 69, four 78.
+FIRST = {8: Tile(256, 4), 4: Tile(512, 8), 2: Tile(1024, 8), 1: Tile(2048, 8)}
 
 
-def by_rule(x: Any, length: int) -> tuple[Tile, bool]:
-    """For rows of a length; and whether words are read."""
-    by_words = x.dtype.itemsize == 2 and x.size % 2 == 0 and length % 2 == 0
-    tile = WORDS if by_words else ELEMENTS
-    n = length // 2 if by_words else length
-    return tile._replace(size=min(tile.size, power_of_two(n))), by_words
+def together(x: Any, length: int) -> int:
+    """Elements of the words that are read: of rows whose outputs are a number of whole ones."""
+    ways = (8, 4, 2) if x.dtype.itemsize == 2 else ()
+    return next((n for n in ways if length % n == 0 and x.size % n == 0), 1)
+
+
+def by_rule(x: Any, length: int) -> Tile:
+    """For rows of a length."""
+    each = together(x, length)
+    tile = FIRST[each]
+    return tile._replace(size=min(tile.size, power_of_two(length // each)))
 
 
 def tiles(x: Any, weight: Any, bias: Any, **params: Any) -> Tiles:
@@ -67,10 +72,10 @@ def tiles(x: Any, weight: Any, bias: Any, **params: Any) -> Tiles:
     batch, c, padded = x.shape
     taps = weight.shape[-1]
     length = padded - taps + 1
-    first, by_words = by_rule(x, length)
+    first, each = by_rule(x, length), together(x, length)
     extents: dict[str, int | str] = {"rows": min(batch * c, FULL), "steps": length, "taps": taps}
-    extents |= {"read": "words" if by_words else "elements"}
-    sizes = around(first.size, 32, power_of_two(length))
+    extents |= {"together": each}
+    sizes = around(first.size, 32, power_of_two(length // each))
     return Tiles.of(extents, first, *varied(first, size=sizes, warps=(2, 4, 8, 16)))
 
 
@@ -106,37 +111,54 @@ def convolved(xs: list[jax.Array], weight: list[jax.Array], bias: jax.Array, use
 
 
 def kernel(
-    x_ref, w_ref, bias_ref, y_ref, *, tile: Tile, length: int, use_silu: bool, dtype: Any
+    x_ref, w_ref, bias_ref, y_ref, *, tile: Tile, length: int, each: int, use_silu: bool, dtype: Any
 ) -> None:
-    """A block of one row.  ``dtype``: of the halves in words, or None."""
+    """A block of one row.  ``each``: elements of a word; ``dtype``: theirs."""
     row, block = program_id(0), program_id(1)
     channels, taps = w_ref.shape
     channel = row % channels
     weight = [w_ref[channel, j] for j in range(taps)]
     bias = bias_ref[channel]
+    n, first = length // each, row * (length + taps - 1)
     i = block * tile.size + counted(tile.size)
-    each = 1 if dtype is None else 2
-    first, n = row * (length + taps - 1), length // each
     inside = i < n if n % tile.size else None
-    y_at = row * n + i
 
-    if dtype is None:
-        xs = [
-            read(x_ref, (first + i + j,), inside, None if inside is None else 0.0)
-            for j in range(taps)
-        ]
-        write(y_ref, (y_at,), convolved(xs, weight, bias, use_silu), inside)
-        return
+    def word(k):
+        """The elements of the k-th word from where an output's first element is."""
+        at = first // each + i + k
+        if each == 1:
+            return [read(x_ref, (at,), inside, None if inside is None else 0.0)]
+        mask = at < x_ref.shape[0] // (each // 2)
+        return unpacked_all(x_ref, at, mask if inside is None else mask & inside, each // 2, dtype)
 
-    odd, word = first % 2 == 1, first // 2 + i
-    halves = []
-    for j in range(cdiv(taps + 2, 2)):
-        mask = word + j < x_ref.shape[0]
-        mask = mask if inside is None else mask & inside
-        halves += unpacked(triton().load(x_ref.at[word + j], mask=mask, other=0), dtype)
-    xs = [jnp.where(odd, y, x) for x, y in itertools.pairwise(halves)]
-    low, high = (convolved(xs[j : j + taps], weight, bias, use_silu) for j in (0, 1))
-    triton().store(y_ref.at[y_at], packed(low, high, dtype), mask=inside)
+    def outputs(start):
+        """The outputs of rows that begin at an element of a word."""
+        xs = [x for k in range(cdiv(start + each + taps - 1, each)) for x in word(k)]
+        ys = [convolved(xs[start + j :][:taps], weight, bias, use_silu) for j in range(each)]
+        if each == 1:
+            write(y_ref, (row * n + i,), ys[0], inside)
+            return
+        pairs = [packed(x, y, dtype) for x, y in zip(ys[::2], ys[1::2], strict=True)]
+        at, mask = of_word(row * n + i, inside, len(pairs))
+        triton().store(y_ref.at[at], joined(pairs), mask=mask)
+
+    if each == 1:
+        outputs(0)
+    else:
+        lax.switch(first % each, [functools.partial(outputs, start) for start in range(each)])
+
+
+def of_word(word: jax.Array, mask: jax.Array | None, n: int) -> tuple[jax.Array, jax.Array | None]:
+    """Where the ``n`` pairs of halves of some words are, and the mask of them."""
+    spread = lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], n))
+    return spread(word * n) + counted(n)[None, :], None if mask is None else spread(mask)
+
+
+def unpacked_all(ref: Any, word: jax.Array, mask: jax.Array, n: int, dtype: Any) -> list[jax.Array]:
+    """The halves of some words of ``n`` pairs, in float32; 0 where the mask is not set."""
+    at, masks = of_word(word, mask, n)
+    pairs = triton().load(ref.at[at], mask=masks, other=0)
+    return [x for pair in parts(pairs) for x in unpacked(pair, dtype)]
 
 
 def causal_conv1d(
@@ -160,28 +182,29 @@ def causal_conv1d(
     """
     batch, c, padded = x.shape
     length = padded - weight.shape[-1] + 1
-    first, by_words = by_rule(x, length)
-    words = lambda x: lax.bitcast_convert_type(x.reshape(-1, 2), jnp.int32)
-    tile = tile or first
-    n = length // 2 if by_words else length
+    each = together(x, length)
+    n = length // each
+    tile = tile or by_rule(x, length)
     tile = tile._replace(size=min(tile.size, power_of_two(n)))
+    pairs = lambda x: lax.bitcast_convert_type(x.reshape(-1, 2), jnp.int32)
+    out = (
+        like(x, (batch * c * length,))
+        if each == 1
+        else like(x, (batch * c * length // 2,), jnp.int32)
+    )
     y = launch(
         functools.partial(
-            kernel,
-            tile=tile,
-            length=length,
-            use_silu=use_silu,
-            dtype=x.dtype if by_words else None,
+            kernel, tile=tile, length=length, each=each, use_silu=use_silu, dtype=x.dtype
         ),
         "causal_conv1d",
-        out=like(x, (batch * c * n,), jnp.int32 if by_words else None),
+        out=out,
         grid=(batch * c, cdiv(n, tile.size)),
         warps=tile.warps,
         interpret=interpret,
     )(
-        words(x) if by_words else x.reshape(-1),
+        x.reshape(-1) if each == 1 else pairs(x),
         weight.reshape(c, -1).astype(jnp.float32),
         bias.astype(jnp.float32),
     )
-    y = lax.bitcast_convert_type(y, x.dtype) if by_words else y
+    y = y if each == 1 else lax.bitcast_convert_type(y, x.dtype)
     return y.reshape(batch, c, length)

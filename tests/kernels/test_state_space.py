@@ -193,6 +193,9 @@ def test_infinite_inputs_stay_what_they_are():
 
 # batch, channels, steps, taps; dtype; a row in blocks of 16
 CONVOLUTIONS = {
+    "eight halves at a time, rows from each": ((1, 8, 136, 4), "bfloat16"),
+    "eight, taps in three words": ((2, 4, 16, 15), "float16"),
+    "four": ((2, 4, 20, 4), "bfloat16"),
     "words, rows odd": ((2, 3, 36, 4), "bfloat16"),
     "words, rows even": ((1, 2, 34, 3), "float16"),
     "words, one tap": ((1, 2, 8, 1), "bfloat16"),
