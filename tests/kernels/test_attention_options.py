@@ -212,7 +212,7 @@ def by_hopper(case):
     backward = {"of_keys": shipped.OF_KEYS[d], "of_queries": shipped.OF_QUERIES[d]}
     backward |= {"mending": (mending, mending)}
     gradients = attention_hopper_gradients.gradients
-    forward = {"tile": tile, "mending": mending}
+    forward = {"tile": tile, "mending": mending, "programs": case.how["parts"]}
     return both(case, attention_hopper.attend, gradients, forward, backward)
 
 
@@ -267,6 +267,23 @@ def test_hopper_finds_rows_whose_weight_is_on_one_key(monkeypatch):
         off = {name: off / unit for name, off, unit in errors(case, got)}
         assert max(off["o"], off["dk"], off["dv"]) < 2
         assert (off["dq"] > 3) == missed
+
+
+def test_hopper_leaves_rows_whose_weight_is_on_some_of_many_keys(monkeypatch):
+    """What is lost is compared with the whole of a row's gradient, and is little beside it."""
+    rng, marked, sk = np.random.default_rng(1), [], 1024
+    normal = lambda *shape: rng.normal(size=shape).astype("bfloat16")
+    arrays = {"q": (3 * normal(1, 1, 64, 64)).astype("bfloat16"), "k": normal(1, 1, sk, 64)}
+    arrays |= {"v": normal(1, 1, sk, 64), "do": normal(1, 1, 64, 64), "alibi": None, "dlse": None}
+    seen, ahead = np.ones((1, 1, 64, sk), bool), np.zeros((1, 1, 64, sk), int)
+    case = Case(arrays, OPTIONS, None, seen, ahead, {"bad": np.nan})
+    marks_of = attention_hopper_gradients.marks_of
+    mark = lambda rows, size: marked.append(rows.any()) or marks_of(rows, size)
+    monkeypatch.setattr(attention_hopper_gradients, "marks_of", mark)
+    with hopper.simulated(monkeypatch):
+        got = by_hopper(case)
+    assert marked == [False]
+    assert all(off < 2 * unit for _, off, unit in errors(case, got))
 
 
 def test_people_write_what_errors_are_measured_by():
