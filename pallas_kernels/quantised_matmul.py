@@ -4,8 +4,14 @@ from typing import Any
 
 import jax
 
-from . import quantised_dot as dots, quantised_gradient as gradients, quantised_rows as few
-from ._launch import LIMIT, unavailable
+from . import (
+    quantised_dot as dots,
+    quantised_gradient as gradients,
+    quantised_hopper as hopper,
+    quantised_rows as few,
+)
+from ._fragments import Packed
+from ._launch import LIMIT, not_hopper, unavailable
 from ._tiles import Tiles
 from .quantised import Packing
 from .quantised_runs import LEAST, Runs
@@ -39,9 +45,10 @@ SMALL = 2**23  # weights
 
 # Rows up to which tensor cores were faster than what XLA makes of a product, by the format of GGUF,
 # None for NF4 and AWQ, and whether in halves.
-MEASURED: dict[tuple[str | None, bool], int] = {(None, True): 256}
-MEASURED |= {(format, False): 128 for format in ("Q4_0", "Q4K", "Q6K", "Q8_0")}
-MEASURED |= {(format, True): 16 for format in ("Q4_0", "Q6K", "Q8_0")} | {("Q4K", True): 128}
+GGUF = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2K", "Q3K", "Q4K", "Q5K", "Q6K")
+MEASURED: dict[tuple[str | None, bool], int] = {(None, True): 256, (None, False): 128}
+MEASURED |= {(format, False): 128 for format in GGUF} | {(format, True): 16 for format in GGUF}
+MEASURED |= {("Q4K", True): 128}
 
 
 def format_of(quant_type: str | None) -> str | None:
@@ -58,9 +65,7 @@ def declines(x: Any, n: int, *, quant_type: str | None = None, group: int = LEAS
         return None
     if group < LEAST:
         return f"{m} rows: for groups of {group} it multiplies too often"
-    most = MEASURED.get((format_of(quant_type), x.dtype.itemsize == 2))
-    if most is None:
-        return f"{m} rows in {x.dtype}: it was not compared with XLA for this format"
+    most = MEASURED[format_of(quant_type), x.dtype.itemsize == 2]
     return f"{m} rows; for more than {most} it decodes too often" if m > most else None
 
 
@@ -94,7 +99,48 @@ def product(
     return y.reshape(*x.shape[:-1], n)
 
 
-MEASURED_GRADIENT = {(None, True): 256, ("Q4K", False): 16}  # likewise, with the weight itself
+# -- on Hopper ------------------------------------------------------------------------------
+
+
+def refuses_hopper(x: Any, n: int, k: int, group: int, *weight: Any) -> str | None:
+    """Why Hopper's kernel cannot serve the arrays, or None."""
+    if reason := refuses(x, n, k, *weight) or refuses_groups(group):
+        return reason
+    if x.dtype.itemsize != 2:
+        return f"its tensor cores multiply halves, not {x.dtype}"
+    if group < LEAST:
+        return f"for groups of {group} it multiplies too often"
+    if n % hopper.ROWS or k % hopper.STEP:
+        return f"{n} x {k} weights are no blocks of {hopper.ROWS} x {hopper.STEP}"
+    if jax.__version_info__ < (0, 11):
+        return f"JAX {jax.__version__} finds no layouts for its registers"
+    return not_hopper()
+
+
+def declines_hopper(x: Any, n: int, k: int) -> str | None:
+    """Where other kernels are as fast, or were not compared."""
+    m, most = rows_of(x), MEASURED[None, True]
+    if n * k < SMALL:
+        return f"{n} x {k} weights are decoded as fast by XLA, in one kernel"
+    if m <= few.most(x.dtype):
+        return f"{m} rows are multiplied as fast one by one"
+    return f"{m} rows; for more than {most} it decodes too often" if m > most else None
+
+
+def by_hopper(
+    x: jax.Array, weight: tuple[jax.Array, ...], n: int, packed: Packed, *, name: str
+) -> jax.Array:
+    """x Wᵀ: ``[*batch, m, k]`` to ``[*batch, m, n]``; sums in float32, rounded once."""
+    flat = x.reshape(-1, x.shape[-1])
+    m, k = flat.shape
+    options = {"packed": packed, "name": f"{name}_hopper", "cut": hopper.cut(m, n, k, packed)}
+    return hopper.times_transposed(flat, weight, n, **options).reshape(*x.shape[:-1], n)
+
+
+# Likewise, with the weight itself.
+MEASURED_GRADIENT: dict[tuple[str | None, bool], int] = {(None, True): 256}
+MEASURED_GRADIENT |= {(format, False): 16 for format in ("Q4_0", "Q4_1", "Q4K", "Q5K")}
+MEASURED_GRADIENT |= {(format, True): 16 for format in ("Q2K", "Q5K")}
 
 
 def declines_gradient(g: Any, *weight: Any, quant_type: Any = None, **params: Any) -> str | None:
@@ -102,7 +148,7 @@ def declines_gradient(g: Any, *weight: Any, quant_type: Any = None, **params: An
     m, n = rows_of(g), g.shape[-1]
     most = MEASURED_GRADIENT.get((format_of(quant_type), g.dtype.itemsize == 2))
     if most is None:
-        return f"in {g.dtype} it was not compared with XLA for this format"
+        return f"in {g.dtype} it was not compared with XLA for this format, or was slower"
     if m > most:
         return f"{m} rows; for more than {most} XLA multiplies by parts that are decoded once"
     if weight[0].size * weight[0].dtype.itemsize * 2 < SMALL:

@@ -17,6 +17,7 @@ from ..numerics import wide, wide_dtype
 from ..op_kind import FusedOps
 from ..registry import fused_op
 from ..types import Array, Floats, Halves, Words
+from . import _packed_hopper as hopper
 from ._frozen_weight import (
     BLOCK,
     PART,
@@ -323,6 +324,11 @@ def tiles_triton_backward(
 ) -> Tiles:
     """How its gradient may be cut."""
     return kernels.gradient_tiles(upstream, quantised.awq(weight.shape[1], group_size))
+
+
+awq_matmul.kernel(
+    "mosaic", platforms=("cuda",), refuses=hopper.refuses_awq, declines=hopper.declines_awq
+)(hopper.awq)
 
 
 @awq_matmul.kernel(

@@ -17,6 +17,7 @@ from ..numerics import wide, wide_dtype
 from ..op_kind import FusedOps, OpKind
 from ..registry import fused_op
 from ..types import Array, Bytes, Floats, Wide
+from . import _packed_hopper as hopper
 from ._frozen_weight import (
     BLOCK,
     PART,
@@ -336,6 +337,11 @@ def in_words(w_packed: Array) -> Array:
     """Four bytes together: ``[n, k / 2]`` to ``[n, k / 8]``."""
     n, half_k = w_packed.shape
     return lax.bitcast_convert_type(w_packed.reshape(n, half_k // 4, 4), jnp.uint32)
+
+
+nf4_matmul.kernel(
+    "mosaic", platforms=("cuda",), refuses=hopper.refuses_nf4, declines=hopper.declines_nf4
+)(hopper.nf4(LEVELS, in_words))
 
 
 @nf4_matmul.kernel(

@@ -15,6 +15,7 @@ import numpy as np
 
 from pallas_kernels import (
     _hopper,
+    _hopper_order,
     _launch,
     attention_hopper,
     attention_hopper_gradients,
@@ -30,7 +31,8 @@ here = threading.local()  # group, place in the grid, products under way
 def whole(index):
     """An index of Python's numbers."""
     index = index if isinstance(index, tuple) else (index,)
-    return tuple(i if isinstance(i, Span) or i is Ellipsis else int(i) for i in index)
+    ranges = Span, slice, type(...)
+    return tuple(i if isinstance(i, ranges) else int(i) for i in index)
 
 
 class Span:
@@ -52,13 +54,9 @@ class Memory:
         index = whole(index)
         if index == (Ellipsis,):
             return self.array.copy()
-        if not isinstance(index[-1], Span):
-            part = self.array[index]
-            return Memory(part) if part.ndim else part
-        rows = self.array[index[:-1]]
-        part = Memory(rows[index[-1].start : index[-1].start + index[-1].size])
-        part.size = index[-1].size
-        return part
+        cut = (slice(i.start, i.start + i.size) if isinstance(i, Span) else i for i in index)
+        part = self.array[tuple(cut)]
+        return Memory(part) if part.ndim else part
 
     def __setitem__(self, index, value):
         self.array[...] = np.asarray(value)
@@ -132,12 +130,12 @@ def load(sums, *, wait_n):
 
 def fetch(source, target, ready):
     target.array[...] = 0
-    target.array[: len(source.array)] = source.array
+    target.array[tuple(map(slice, source.shape))] = source.array
     ready[0].arrive(ready[1])
 
 
 def store(source, target):
-    target.array[...] = source.array[: len(target.array)]
+    target.array[...] = source.array[tuple(map(slice, target.shape))]
 
 
 def made(what):
@@ -184,7 +182,7 @@ GPU = types.SimpleNamespace(
     SwizzleTransform=lambda width: None,
     Layout=types.SimpleNamespace(WGMMA=types.SimpleNamespace(reduce=lambda axis: None)),
     layout_cast=lambda x, layout: x,
-    load=lambda x, layout: x[...],
+    load=lambda x, layout, optimized=True: x[...],
     broadcasted_iota=lambda dtype, shape, axis, layout: np.indices(shape, dtype)[axis],
     barrier_wait=lambda barrier: barrier[0].wait(barrier[1]),
     barrier_arrive=lambda barrier: barrier[0].arrive(barrier[1]),
@@ -251,7 +249,7 @@ def simulated(monkeypatch):
     """Attention's kernels for Hopper run here, and those for blocks which mend their results."""
     with monkeypatch.context() as m, blocks.simulated(m):
         kernels = attention_hopper, attention_hopper_gradients, attention_hopper_keys
-        for module in (_hopper, *kernels):
+        for module in (_hopper, _hopper_order, *kernels):
             for name in NAMES.keys() & vars(module).keys():
                 m.setattr(module, name, NAMES[name])
         m.setattr(jax.experimental.pallas, "run_scoped", run_scoped)

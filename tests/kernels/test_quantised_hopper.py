@@ -1,0 +1,113 @@
+"""Hopper's packed products on a simulated multiprocessor, against float64, and lowered for one."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fuel_jax
+from fuel_jax.fused.nf4_matmul import LEVELS
+from pallas_kernels import _fragments, quantised_hopper
+from pallas_kernels.quantised_hopper import Cut
+from pallas_kernels.quantised_runs import HALVES
+
+from . import hopper
+from .test_launch import lowered
+from .test_quantised import awq_weight, nf4_weight
+
+RNG = np.random.default_rng(0)
+
+
+def operands(words, parts, dtype, table=None):
+    """What the instructions make, in NumPy."""
+    found = []
+    for part in np.split(words, parts, axis=1):
+        if table is None:
+            fields = [part >> 4 * i & 15 | HALVES[np.dtype(dtype).name].bits for i in range(4)]
+        else:  # each lane reads its own column, and these are alike
+            pairs = np.ascontiguousarray(part).view(np.uint32)
+            found_by = lambda i, pairs=pairs: table.array[pairs >> 8 * i & 255, 0]
+            fields = [np.ascontiguousarray(found_by(i)).view(np.uint16) for i in range(4)]
+        found.append(np.concatenate(fields, axis=1).astype(np.uint16))
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def simulated(monkeypatch):
+    with monkeypatch.context() as m, hopper.simulated(m):
+        for name in hopper.NAMES.keys() & vars(quantised_hopper).keys():
+            m.setattr(quantised_hopper, name, hopper.NAMES[name])
+        m.setattr(quantised_hopper, "operands", operands)
+        m.setattr(_fragments, "mosaic", lambda: hopper.GPU)
+        yield
+
+
+def packed(name, n, k, group, dtype):
+    """Arrays, how they are packed, and the weight with its levels in halves, in float64."""
+    if name == "awq":
+        arrays, _, weight = awq_weight(n, k, group)
+        return arrays, _fragments.awq(group, dtype), weight
+    low_first = name.endswith("low first")
+    arrays, _, weight = nf4_weight(n, k, group, low_first)
+    scales = np.repeat(arrays[1].astype(np.float64), group, 1)
+    near = np.abs(weight[..., None] / scales[..., None] - LEVELS).argmin(-1)
+    levels = LEVELS.astype(jnp.dtype(dtype)).astype(np.float64)
+    return arrays, _fragments.nf4(group, low_first, LEVELS, dtype), levels[near] * scales
+
+
+CASES = {  # groups, shares, columns, step, stages, parts, ahead
+    "awq": ("awq", 128, 512, 128, 16, "bfloat16", Cut(2, 1, 16, 128, 3, 1, False)),
+    "awq, two groups a step": ("awq", 64, 1280, 128, 9, "float16", Cut(1, 2, 16, 256, 4, 1, False)),
+    "awq, many steps a group": (
+        "awq",
+        64,
+        1024,
+        512,
+        20,
+        "float16",
+        Cut(2, 2, 32, 128, 4, 1, False),
+    ),
+    "awq, ahead": ("awq", 192, 640, 64, 40, "bfloat16", Cut(2, 1, 32, 128, 3, 1, True)),
+    "awq, ahead in parts": ("awq", 64, 1280, 128, 16, "bfloat16", Cut(1, 2, 16, 128, 6, 2, True)),
+    "nf4": ("nf4", 192, 512, 64, 40, "bfloat16", Cut(2, 1, 32, 128, 2, 1, False)),
+    "nf4 in parts": ("nf4", 192, 896, 64, 16, "bfloat16", Cut(2, 1, 16, 128, 2, 3, False)),
+    "nf4, low first": (
+        "nf4, low first",
+        64,
+        768,
+        64,
+        16,
+        "float16",
+        Cut(1, 4, 16, 128, 4, 1, False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_float64(monkeypatch, name):
+    kind, n, k, group, m, dtype, cut = CASES[name]
+    arrays, how, weight = packed(kind, n, k, group, dtype)
+    x = RNG.normal(size=(m, k)).astype(jnp.dtype(dtype))
+    with simulated(monkeypatch):
+        y = quantised_hopper.times_transposed(x, arrays, n, packed=how, name="test", cut=cut)
+    want = x.astype(np.float64) @ weight.T
+    eps, off = float(jnp.finfo(dtype).eps), 1e-6 * np.abs(want).max()
+    np.testing.assert_allclose(np.asarray(y, np.float64), want, rtol=eps / 2, atol=off)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 finds no layouts for it")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("m", [9, 32, 64, 100, 256])
+def test_lowers(m, dtype):
+    n, k = 14336, 4096
+    x = jax.ShapeDtypeStruct((m, k), dtype)
+    codes = jax.ShapeDtypeStruct((n, k // 2), "uint8")
+    absmax = jax.ShapeDtypeStruct((n, k // 64), "float32")
+    f = lambda *xs: fuel_jax.nf4_matmul(*xs, block_size=64)
+    assert "fuel_nf4_matmul_hopper" in lowered(f, x, codes, absmax)
+    weight, zeros = (jax.ShapeDtypeStruct((n, words), "uint32") for words in (k // 8, k // 1024))
+    scales = jax.ShapeDtypeStruct((n, k // 128), "float16")
+    f = lambda *xs: fuel_jax.awq_matmul(*xs, group_size=128)
+    assert "fuel_awq_matmul_hopper" in lowered(f, x, weight, zeros, scales)
