@@ -11,10 +11,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from ._attention import Rules, Sizes, Span
-from ._launch import LOG2_E, mosaic
+from ._launch import LOG2_E, lowered_for, mosaic
 
 GROUPS = 2  # that compute; one more copies
 REGISTERS = 240, 24  # of a thread that computes, and of one that copies
+FEWER = {"PCIe": 114, "H20": 78}  # multiprocessors, by a word of the GPU's name
+
+
+def multiprocessors() -> int:
+    """Of the GPU that a program is for."""
+    words = lowered_for().split()
+    return next((n for word, n in FEWER.items() if word in words), 132)
 
 
 class Copies(NamedTuple):

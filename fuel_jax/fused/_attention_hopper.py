@@ -6,7 +6,7 @@ Measured on an H200; docs/performance has the numbers.
 from __future__ import annotations
 
 from pallas_kernels._attention import Tile
-from pallas_kernels._hopper import GROUPS
+from pallas_kernels._hopper import GROUPS, multiprocessors
 from pallas_kernels._launch import cdiv, not_hopper
 from pallas_kernels.attention_hopper import attend
 from pallas_kernels.attention_hopper_gradients import gradients
@@ -75,8 +75,17 @@ def forward(q, k, v, alibi, k_len, *, return_lse, **params):
         rules=triton.rules_of(q, sk, **params),
         tile=triton.by_width(FORWARD, d),
         mending=triton.by_width(triton.FORWARD, d),
+        programs=None if alone(alibi, d) else multiprocessors(),
     )
     return (o, lse) if return_lse else o
+
+
+def alone(alibi, d) -> bool:
+    """Whether each block of rows has a program of its own.
+
+    For wide heads, and for 128 with slopes, a loop over them takes registers from that over keys.
+    """
+    return d > (64 if alibi is not None else 128)
 
 
 def backward(q, k, v, o, lse, do, dlse, alibi, k_len, **params):

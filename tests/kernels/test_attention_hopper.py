@@ -7,8 +7,8 @@ import pytest
 
 from fuel_jax.fused import _attention_hopper as hopper, _attention_triton as triton
 from fuel_jax.fused.flash_attn import flash_attn
-from pallas_kernels import _launch, attention_hopper
-from pallas_kernels._attention import Tile
+from pallas_kernels import _hopper_order, _launch, attention_hopper
+from pallas_kernels._attention import Rules, Sizes, Tile
 
 from .hopper import simulated
 from .test_attention import OPTIONS, draw, error, exactly, half_a_unit
@@ -21,6 +21,7 @@ CASES = {
     "soft cap, more queries than keys": ((1, 1, 1, 256, 72), {"causal": True, "softcap": 30.0}),
     "windows": ((1, 1, 1, 136, 264), {"window_size_left": 70, "window_size_right": 3}),
     "soft cap and slopes": ((1, 2, 2, 64, 192), {"causal": True, "softcap": 2.0}),
+    "slopes both ways": ((1, 2, 2, 264, 392), {}),
     "lengths": ((3, 1, 1, 64, 192), {"causal": True}),
 }
 
@@ -28,22 +29,23 @@ CASES = {
 def operands(name, dtype="bfloat16", width=64):
     (b, h, hk, sq, sk), options = CASES[name]
     q, k, v = draw(sk, dtype, (b, h, sq, width), (b, hk, sk, width), (b, hk, sk, width))
-    slopes = jnp.asarray(np.linspace(0.1, 0.3, h), dtype) if name.endswith("slopes") else None
+    slopes = jnp.asarray(np.linspace(0.1, 0.3, h), dtype) if "slopes" in name else None
     lengths = jnp.asarray([192, 0, 100], "int32") if name == "lengths" else None
     return (q, k, v, slopes, lengths), OPTIONS | options
 
 
-def attend(monkeypatch, q, k, v, slopes, lengths, **params):
+def attend(monkeypatch, q, k, v, slopes, lengths, programs=None, **params):
     rules = triton.rules_of(q, k.shape[2], **params)
     arrays = (None if x is None else np.asarray(x) for x in (q, k, v, slopes, lengths))
     with simulated(monkeypatch):
-        return attention_hopper.attend(*arrays, rules=rules, **TILES)
+        return attention_hopper.attend(*arrays, rules=rules, programs=programs, **TILES)
 
 
+@pytest.mark.parametrize("programs", [None, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_against_float64(monkeypatch, name):
+def test_against_float64(monkeypatch, name, programs):
     arrays, params = operands(name)
-    o, lse = attend(monkeypatch, *arrays, **params)
+    o, lse = attend(monkeypatch, *arrays, programs=programs, **params)
     want, want_lse = exactly(flash_attn, *arrays, **params, return_lse=True)
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
     np.testing.assert_allclose(lse, want_lse, rtol=2e-6, atol=2e-6)
@@ -69,6 +71,44 @@ def test_no_number_of_keys(monkeypatch):
     assert np.isfinite(np.asarray(o[::2], np.float32)).all()
 
 
+def test_heads_too_wide_for_results_of_their_own(monkeypatch):
+    """They lie where queries did, and a program goes on to other rows all the same."""
+    arrays, params = operands("causal, shared keys", width=256)
+    o, _ = attend(monkeypatch, *arrays, programs=1, **params)
+    want, _ = exactly(flash_attn, *arrays, **params, return_lse=True)
+    v = np.asarray(arrays[2], np.float64)
+    assert error(o, want) < 2 * half_a_unit("bfloat16", want) + half_a_unit("bfloat16", v) / 2
+
+
+@pytest.mark.parametrize("rules", [(None, 0), (1024, 0), (None, None)])
+def test_programs_share_the_work(rules):
+    """Every block of rows once, and nobody has much more to do than another."""
+    sizes = Sizes(4, 32, 32, 4096, 4096, False)
+    counts = _hopper_order.met(sizes, 128, 128, Rules(1.0, *rules, None))
+    table = _hopper_order.shares(counts, 128, 8, 132)
+    lists = [row[1 : 1 + row[0]] for row in table]
+    assert sorted(np.concatenate(lists)) == list(range(128 * 32))
+    done = np.asarray([sum(counts[i % 32] for i in numbers) for numbers in lists])
+    assert done.max() < done.mean() * (1.01 if rules == (None, 0) else 1.04)
+    alone = _hopper_order.shares(counts, 128, 8, 10**9)
+    assert alone.shape == (4096, 2)
+
+
+@pytest.mark.parametrize(
+    ("sq", "sk", "left", "right", "counts"),
+    [
+        (256, 256, None, 0, (1, 2)),
+        (256, 256, None, None, (2, 2)),
+        (256, 64, None, 0, (1, 1)),  # the first 192 rows see nothing
+        (384, 384, 128, 0, (1, 2, 2)),
+        (128, 512, 10, 10, (2,)),
+    ],
+)
+def test_blocks_of_keys_are_counted(sq, sk, left, right, counts):
+    sizes = Sizes(1, 1, 1, sq, sk, False)
+    assert _hopper_order.met(sizes, 128, 128, Rules(1.0, left, right, None)) == counts
+
+
 def test_a_cap_divides_by_bits():
     """As Mosaic is given it: to 4 units in the last place, also far out."""
     x = np.concatenate([np.linspace(-99, 30, 10_001), [-1e9, -np.inf, np.inf, np.nan]])
@@ -84,8 +124,15 @@ def test_a_missed_phase_is_found(monkeypatch):
     from . import hopper as simulation
 
     monkeypatch.setattr(simulation, "PATIENCE", 0.5)
-    wait = attention_hopper.Copies.wait
-    forget = lambda self, slot: self.blocks.at[0] if type(slot) is int else wait(self, slot)
+    wait, forgotten = attention_hopper.Copies.wait, set()
+
+    def forget(self, slot):
+        key = simulation.here.group, id(self.ready)
+        if key in forgotten:
+            return wait(self, slot)
+        forgotten.add(key)
+        return self.blocks.at[slot]
+
     monkeypatch.setattr(attention_hopper.Copies, "wait", forget)
     arrays, params = operands("more blocks than slots")
     with pytest.raises(AssertionError):
