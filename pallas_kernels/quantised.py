@@ -45,6 +45,28 @@ class Part(NamedTuple):
         return scaled if self.minimum is None else scaled + self.minimum
 
 
+class Cut(NamedTuple):
+    """How products with few rows of activations are divided.
+
+    To compile takes a time that grows with the cube of what is written out: Triton looks from each
+    load for all that depend on the same indices, operation by operation.
+    """
+
+    rows: int
+    """Of the weight, of a program."""
+    units: int
+    """Of each at a time: a tile."""
+    ahead: int
+    """Tiles that are asked for before the first is decoded."""
+    beside: bool = False
+    """Whether a tile is of all these rows, rather than of one."""
+    early: bool = False
+    """Whether the next tiles are asked for before these are decoded."""
+    bounded: bool = False
+    """Whether the compiler sees how small indices are, so that addresses do not wrap: those of
+    other rows are then constants apart.  That takes fewer instructions and not always less time."""
+
+
 class Packing(NamedTuple):
     """How the rows of a weight are packed."""
 
@@ -58,14 +80,19 @@ class Packing(NamedTuple):
     """Whether fast codes are subnormal numbers."""
     offset: bool
     """Whether there are minima, or something is taken off the codes."""
-    each: int
-    """Units of a thread, side by side, where few rows of activations meet them."""
+    cut: Cut
+    """For few rows of activations: as measured for one on an H200."""
     planes: Callable[[jax.Array], jax.Array]
     """``f32[m, k]`` to ``[m, parts, codes, units]``."""
     read: Callable[..., Any]
-    """``(refs, row, first, count)``: the words and scales of ``count`` units from the first on."""
+    """``(refs, row, first, count)``: the words and scales of ``count`` units from the first on.
+
+    Loaded, and where in them things stand: to compute with what is loaded would wait for it.
+    """
     parts: Callable[[Any], tuple[Part, ...]]
     """What these hold."""
+    views: Callable[..., tuple[jax.Array, ...]] = lambda *arrays: arrays
+    """The arrays of a weight as they are read."""
     in_order: "Packing | None" = None
     """The same with units that are words as they lie, for few rows of activations."""
 
@@ -107,8 +134,13 @@ SMALLEST = 149  # 2⁻¹⁴⁹ is the smallest subnormal number
 
 
 def place(shift: int, bits: int) -> int:
-    """Where a field stands that is to be within the 23 bits of a significand."""
-    return shift if shift + bits <= 23 else shift - 16
+    """Where a field stands that is to be within the 24 lowest bits."""
+    return shift if shift + bits <= 24 else shift - moved(bits)
+
+
+def moved(bits: int) -> int:
+    """By how much words are shifted for that: for all fields in question, or to the only one."""
+    return 16 if bits in (2, 4) else 24
 
 
 def number(words: Tile, shift: Any, bits: int) -> Tile:
@@ -117,19 +149,14 @@ def number(words: Tile, shift: Any, bits: int) -> Tile:
     return code.astype(jnp.int32).astype(jnp.float32)
 
 
-def within_significand(words: Tile, shift: int, bits: int) -> tuple[Tile, int]:
-    """Words, moved if need be, and where the field stands in them."""
-    at = place(shift, bits)
-    return (words if at == shift else words >> jnp.uint32(16)), at
-
-
 def difference(words: Tile, shift: int, bits: int, less: Tile | float) -> Tile:
     """Some bits of each word, less something whole: exact.
 
     They become the last places of a power of two, which is taken off again.  No shift, and no
     conversion.
     """
-    words, at = within_significand(words, shift, bits)
+    at = shift if shift + bits <= 23 else shift - 16  # within the significand
+    words = words if at == shift else words >> jnp.uint32(16)
     power = 23 - at
     mask, exponent = ((1 << bits) - 1) << at, (127 + power) << 23
     marked = words & jnp.uint32(mask) | jnp.uint32(exponent)
@@ -140,9 +167,11 @@ def subnormal(words: Tile, shift: int, bits: int) -> Tile:
     """The same, times 2 to the power of where they stand, less 149.
 
     Masked words, read as float32: they are subnormal numbers, which the chip multiplies as fast as
-    others.  No shift, and no conversion; XLA's CPU takes them for 0, so there it is 2⁴⁹ times that.
+    others, or have the next exponent, which stands for the same.  No shift, and no conversion;
+    XLA's CPU takes them for 0, so there it is 2⁴⁹ times that.
     """
-    words, at = within_significand(words, shift, bits)
+    at = place(shift, bits)
+    words = words if at == shift else words >> jnp.uint32(moved(bits))
     if INTERPRETED.value:
         return number(words, at, bits) * (2.0 ** (at - SMALLEST) / ONE)
     return lax.bitcast_convert_type(words & jnp.uint32((2**bits - 1) << at), jnp.float32)
@@ -160,6 +189,11 @@ def powers(bits: int, *parts: Any) -> np.ndarray:
     """Of codes at such shifts, in each part."""
     exponents = [[SMALLEST - 49 - place(shift, bits) for shift in part] for part in parts]
     return np.exp2(exponents).astype(np.float32)
+
+
+def view(words: jax.Array, dtype: Any) -> jax.Array:
+    """The same bytes in smaller pieces."""
+    return lax.bitcast_convert_type(words, dtype).reshape(-1)
 
 
 def half(words: Tile) -> Tile:
@@ -217,20 +251,22 @@ def awq(words: int, group_size: int) -> Packing:
     def read(refs, row, first, count):
         weight, zeros, scales = refs
         word, group = index.at(first, count)
-        zero = shifted(load(zeros, row[:, None], group >> 3), 4 * (group & 7))
-        return load(weight, row[:, None, None], word), zero, load(scales, row[:, None], group)
+        zero = load(zeros, row[:, None], group >> 3)
+        scale = load(scales, row[:, None], group)
+        return load(weight, row[:, None, None], word), zero, 4 * (group & 7), scale
 
     def parts(raw):
-        weight, zero, scale = raw
+        weight, zero, at, scale = raw
         codes = fields(weight, 4, range(0, 32, 4))
         scale = scale.astype(jnp.float32)[..., None]
-        return (Part(codes, scale, less=number(zero, 0, 4)[..., None]),)
+        return (Part(codes, scale, less=number(zero, at, 4)[..., None]),)
 
     def planes(x):
         return x.reshape(len(x), 1, words, 8).swapaxes(2, 3)
 
     exponents = powers(4, range(0, 32, 4))
-    return Packing(words, index.shape, exponents, True, True, 4, planes, read, parts)
+    cut = Cut(2, 128, 2, beside=True)
+    return Packing(words, index.shape, exponents, True, True, cut, planes, read, parts)
 
 
 def nf4(words: int, block_size: int, low_nibble_first: bool, levels: np.ndarray) -> Packing:
@@ -255,7 +291,8 @@ def nf4(words: int, block_size: int, low_nibble_first: bool, levels: np.ndarray)
         return x.reshape(len(x), 1, words, 8).swapaxes(2, 3)
 
     ones = np.ones((1, 8), np.float32)
-    return Packing(words, index.shape, ones, False, False, 4, planes, read, parts)
+    cut = Cut(4, 128, 1, early=True)
+    return Packing(words, index.shape, ones, False, False, cut, planes, read, parts)
 
 
 def levels_of_lanes(levels: np.ndarray, shape: tuple[int, ...]) -> Tile:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ._rows import counted
 from .quantised import (
+    Cut,
     Packing,
     Part,
     Tile,
@@ -21,12 +22,18 @@ from .quantised import (
     number,
     powers,
     shifted,
+    view,
     within,
 )
 
 #
 # The bytes of the rows, one after the other, in words.  Blocks have an even number of bytes and
 # may begin in the middle of a word.  Layouts as in ggml's ggml-common.h.
+
+
+def and_halves(words: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Words, and the halves of each."""
+    return words, view(words, jnp.uint16)
 
 
 class Place(NamedTuple):
@@ -39,14 +46,20 @@ class Place(NamedTuple):
         """The word with that byte of the block."""
         return load(words, self.word + (self.byte + offset >> 2))
 
-    def halves(self, words: Any, offset: int) -> Tile:
-        """Two bytes, and what follows in that word, at an even offset."""
-        return shifted(self.load(words, offset), (self.byte + offset & 2) * 8)
+    def halves(self, halves: Any, offset: int) -> Tile:
+        """Two bytes at an even offset."""
+        return load(halves, self.word * 2 + (self.byte + offset >> 1))
 
-    def words(self, words: Any, offset: Tile | int, shift: Tile | int = 0) -> Tile:
-        """Four bytes at an even offset, and shifted to the right by less than 16."""
+    def bytes(self, bytes: Any, offset: Tile) -> Tile:
+        """One byte."""
+        return load(bytes, self.word * 4 + (self.byte + offset))
+
+    def words(
+        self, words: Any, offset: Tile | int, shift: Tile | int = 0
+    ) -> tuple[Tile, Tile, Tile]:
+        """Four bytes at an even offset, to be shifted by less than 16, for :func:`funnel`."""
         low, high = self.load(words, offset), self.load(words, offset + 2)
-        return funnel(low, high, (self.byte + offset & 2) * 8 + shift)
+        return low, high, (self.byte + offset & 2) * 8 + shift
 
 
 class Blocks(NamedTuple):
@@ -84,30 +97,31 @@ def of_32(k: int, size: int, bits: int, less: int, has_minimum: bool) -> Packing
 
     Codes of four and five bits: low nibbles of 16 bytes, then the high ones.
     """
-    of_block = 8 if bits == 8 else 4
+    of_block, whole = 8 if bits == 8 else 4, size % 4 == 0
     index = Blocks(k // 32 * of_block, size, of_block, of_block)
     codes_at = size - 4 * of_block
 
     def read(refs, row, first, count):
-        (words,) = refs
+        words, halves = refs
         block, i = index.at(row, first, count)
         code = block.words(words, codes_at + 4 * i)
-        d = block.halves(words, 0)
-        m = block.halves(words, 2) if has_minimum else None
-        fifth = shifted(block.words(words, codes_at - 4), 4 * i) if bits == 5 else None
-        return code, d, m, fifth
+        head = block.load(words, 0) if whole else block.halves(halves, 0)
+        fifth = (block.words(words, codes_at - 4), 4 * i) if bits == 5 else None
+        return code, head, fifth
 
     def parts(raw):
-        code, d, m, fifth = raw
+        code, head, fifth = raw
+        code = funnel(*code)
         if bits == 8:
             codes = fields(code ^ jnp.uint32(0x80808080), 8, BYTES)
         elif bits == 4:
             codes = fields(code, 4, NIBBLES)
         else:
+            fifth = shifted(funnel(*fifth[0]), fifth[1])
             low = code & LOW_NIBBLES | spread(fifth)
             high = shifted(code, 4) & LOW_NIBBLES | spread(shifted(fifth, 16))
             codes = fields(low, 5, BYTES) + fields(high, 5, BYTES)
-        return (Part(codes, half(d), half(m) if has_minimum else None, less),)
+        return (Part(codes, half(head), half(shifted(head, 16)) if has_minimum else None, less),)
 
     def planes(x):
         if bits == 8:
@@ -117,8 +131,12 @@ def of_32(k: int, size: int, bits: int, less: int, has_minimum: bool) -> Packing
 
     exponents = powers(bits, {8: BYTES, 4: NIBBLES, 5: BYTES + BYTES}[bits])
     lies = in_order(k, size, bits, less) if size in (18, 34) and k % 64 == 0 else None
+    rows, ahead = {4: (4, 1), 5: (2, 2), 8: (4, 2)}[bits]
+    cut = Cut(rows, 32, ahead, bounded=has_minimum)
     return Packing(
-        *(index.units, index.shape, exponents, True, True, 1, planes, read, parts), in_order=lies
+        *(index.units, index.shape, exponents, True, True, cut, planes, read, parts),
+        and_halves,
+        lies,
     )
 
 
@@ -130,11 +148,11 @@ def in_order(k: int, size: int, bits: int, less: int) -> Packing:
     units, halves = k // 32 * size // 4, 8 // bits
 
     def read(refs, row, first, count):
-        (words,) = refs
-        unit = within(first + counted(count), first, count, units)
+        words, scales = refs
+        row, unit = row[:, None], within(first + counted(count), first, count, units)[None]
         block = 4 * unit.astype(jnp.uint32) // jnp.uint32(size)
-        place = Place(row[:, None] * units, (block * jnp.uint32(size)).astype(jnp.int32)[None])
-        return load(words, place.word + unit), place.halves(words, 0)
+        d = (block * jnp.uint32(size // 2)).astype(jnp.int32)
+        return load(words, row * units + unit), load(scales, row * (2 * units) + d)
 
     def parts(raw):
         code, d = raw
@@ -148,7 +166,8 @@ def in_order(k: int, size: int, bits: int, less: int) -> Packing:
 
     shifts = BYTES if bits == 8 else NIBBLES
     shape = lambda count: (count,)
-    return Packing(units, shape, powers(bits, shifts), True, True, 2, planes, read, parts)
+    exponents, cut = powers(bits, shifts), Cut(4, 64, 2 if bits == 8 else 3, bounded=True)
+    return Packing(units, shape, exponents, True, True, cut, planes, read, parts, and_halves)
 
 
 def spread(bits: Tile) -> Tile:
@@ -195,8 +214,8 @@ def q45k(k: int, bits: int) -> Packing:
         return x.reshape(len(x), 2, 4, units)
 
     shape = lambda count: (count // 8, 8)
-    each = 4 if bits == 4 else 2
-    return Packing(units, shape, powers(bits, *shifts), True, True, each, planes, read, parts)
+    cut = Cut(2, 128, 2 if bits == 4 else 1, beside=True)
+    return Packing(units, shape, powers(bits, *shifts), True, True, cut, planes, read, parts)
 
 
 def six_bits(words: tuple[Tile, ...], group: Tile) -> tuple[Tile, Tile]:
@@ -224,21 +243,22 @@ def q2k(k: int) -> Packing:
     def read(refs, row, first, count):
         (words,) = refs
         block, i = index.at(row, first, count)
-        scales = tuple(shifted(block.load(words, (i & 8) + j), (i & 4) * 2) for j in (0, 4))
-        return block.load(words, 16 + 4 * i), scales, block.load(words, 80)
+        scales = tuple(block.load(words, (i & 8) + j) for j in (0, 4))
+        return block.load(words, 16 + 4 * i), scales, (i & 4) * 2, block.load(words, 80)
 
     def parts(raw):
-        words, scales, head = raw
+        words, scales, at, head = raw
         d, least = half(head), half(shifted(head, 16))
         found = []
         for f in range(4):
-            pair = shifted(scales[f // 2], 16 * (f % 2))
+            pair = shifted(scales[f // 2], at + 16 * (f % 2))
             minimum = -(least * number(pair, 4, 4))
             found.append(Part(fields(words, 2, shifts[f]), d * number(pair, 0, 4), minimum))
         return tuple(found)
 
     planes = functools.partial(in_quarters, units=index.units)
-    return Packing(index.units, index.shape, powers(2, *shifts), True, True, 1, planes, read, parts)
+    exponents, cut = powers(2, *shifts), Cut(2, 32, 2, bounded=True)
+    return Packing(index.units, index.shape, exponents, True, True, cut, planes, read, parts)
 
 
 def q3k(k: int) -> Packing:
@@ -246,17 +266,18 @@ def q3k(k: int) -> Packing:
     index = Blocks(k // 256 * 16, 110, 16, 8)
 
     def read(refs, row, first, count):
-        (words,) = refs
+        words, halves = refs
         block, i = index.at(row, first, count)
         of_half = (i & 8) >> 1  # bits
         third = block.words(words, (i & 7) * 4, of_half)
         scales = tuple(block.words(words, j, of_half) for j in (96, 100, 104))
         code = block.words(words, 32 + 4 * i)
-        return code, third, scales, block.halves(words, 108), (i & 4) * 2
+        return code, third, scales, block.halves(halves, 108), (i & 4) * 2
 
     def parts(raw):
-        words, third, (*low, high), head, byte = raw
-        d = half(head)
+        words, third, scales, head, byte = raw
+        words, third, d = funnel(*words), funnel(*third), half(head)
+        *low, high = (funnel(*scale) for scale in scales)
         found = []
         for f in range(4):
             bits = shifted(third, f) & LOW_BITS
@@ -267,8 +288,10 @@ def q3k(k: int) -> Packing:
         return tuple(found)
 
     planes = functools.partial(in_quarters, units=index.units)
-    exponents = powers(3, *[BYTES] * 4)
-    return Packing(index.units, index.shape, exponents, True, True, 1, planes, read, parts)
+    exponents, cut = powers(3, *[BYTES] * 4), Cut(2, 32, 1)
+    return Packing(
+        index.units, index.shape, exponents, True, True, cut, planes, read, parts, and_halves
+    )
 
 
 def q6k(k: int) -> Packing:
@@ -276,22 +299,21 @@ def q6k(k: int) -> Packing:
     index = Blocks(k // 256 * 32, 210, 32, 16)
 
     def read(refs, row, first, count):
-        (words,) = refs
+        words, halves, bytes = refs
         block, i = index.at(row, first, count)
         upper = block.words(words, 128 + (i & 16) * 2 + (i & 7) * 4, (i & 8) >> 2)
         at = 192 + ((i & 16) >> 1) + (i >> 2 & 3)  # of the scale of the low nibbles
-        byte = 8 * (block.byte + at & 3)
-        scales = tuple(shifted(block.load(words, at + j), byte) for j in (0, 4))
-        return block.words(words, 4 * i), upper, scales, block.halves(words, 208)
+        scales = tuple(block.bytes(bytes, at + j) for j in (0, 4))
+        return block.words(words, 4 * i), upper, scales, block.halves(halves, 208)
 
     def parts(raw):
         words, upper, scales, head = raw
-        d = half(head)
+        words, upper, d = funnel(*words), funnel(*upper), half(head)
         found = []
         for j in (0, 1):
             bits = shifted(upper, 4 * j) & LOW_PAIRS
             code = shifted(words, 4 * j) & LOW_NIBBLES | bits << jnp.uint32(4)
-            scale = scales[j].astype(jnp.int8).astype(jnp.float32)
+            scale = scales[j].astype(jnp.float32)
             found.append(Part(fields(code, 6, BYTES), d * scale, less=32))
         return tuple(found)
 
@@ -299,8 +321,9 @@ def q6k(k: int) -> Packing:
         x = x.reshape(len(x), -1, 2, 16, 4).transpose(0, 2, 4, 1, 3)  # half, byte, run, word
         return x.reshape(len(x), 2, 4, index.units)
 
-    exponents = powers(6, BYTES, BYTES)
-    return Packing(index.units, index.shape, exponents, True, True, 1, planes, read, parts)
+    views = lambda words: (*and_halves(words), view(words, jnp.int8))
+    exponents, cut = powers(6, BYTES, BYTES), Cut(2, 32, 2, bounded=True)
+    return Packing(index.units, index.shape, exponents, True, True, cut, planes, read, parts, views)
 
 
 GGUF: dict[str, Callable[[int], Packing]] = {

@@ -131,7 +131,7 @@ def times(
         warps=cut.warps,
         stages=cut.stages,
         interpret=interpret,
-    )(*weight, padded)
+    )(*packing.views(*weight), padded)
     y = functools.reduce(jnp.add, sums).reshape(m, *packing.powers.shape, packing.units)
     x = like(g, (m, codes * packing.units), jnp.float32)
     (y,) = jax.linear_transpose(packing.planes, x)(y)  # their order, undone

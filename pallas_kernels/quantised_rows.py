@@ -6,14 +6,14 @@ reads     the weight for each group, which meets it in the cache; the activation
 writes    the product once
 bound by  memory; with several rows of activations by instructions
 
-A program is one warp, and a tile is of one row, a unit or a few to each thread: nothing changes
-hands before the last sum.  While some tiles are decoded the next ones are on their way.
+A program is one warp that asks for some tiles, then decodes them; other programs fill the wait.
+Each lane holds what it uses: nothing changes hands before the last sum.
 """
 
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,21 +22,9 @@ from jax import lax
 
 from ._launch import INTERPRETED, WARP, cdiv, fma, launch, like, power_of_two, program_id, write
 from ._rows import counted
-from .quantised import ONE, Packing, Part, Tile, load
+from .quantised import ONE, Cut, Packing, Part, Tile, load
 
-
-class Cut(NamedTuple):
-    """Rows of a program, units of each at a time, and how many such tiles it reads ahead.
-
-    To compile takes a time that grows with the cube of what is written out: Triton looks from each
-    load for all that depend on the same indices, operation by operation.
-    """
-
-    rows: int
-    units: int
-    ahead: int
-
-
+WRITTEN_OUT = 2  # steps; more are a loop, which compiles in a fraction of the time
 ACTIVATIONS = 32  # in registers of a thread
 Plane = Callable[[int, int], Tile]  # of a row of activations: what meets a code, or their sum
 
@@ -45,19 +33,20 @@ def fast(part: Part, p: int, packing: Packing, x: Plane, total: list[Tile]) -> N
     """Adds codes of a part times activations, summed over those of a unit, times their scale."""
     parts, codes = packing.powers.shape
     values = [code.fast() for code in part.codes]
-    nothing_less = isinstance(part.less, float | int) and part.less == 0
+    less, minimum = part.less, part.minimum
+    if not isinstance(less, float | int):
+        less, minimum = 0, -(less * part.scale) + (0.0 if minimum is None else minimum)
     for i in range(len(total)):
         of_unit = x(i, parts * codes + p) if packing.offset else 0.0
         of_unit = jnp.broadcast_to(of_unit, total[i].shape)
-        if nothing_less:
-            sums = values[0] * x(i, p * codes)
-        else:
-            sums = fma(values[0], x(i, p * codes), -part.less * of_unit)
-        if part.minimum is not None:
-            total[i] = fma(of_unit, part.minimum, total[i])
+        sums = values[0] * x(i, p * codes)
+        if less:
+            sums = fma(values[0], x(i, p * codes), -less * of_unit)
         for j in range(1, codes):
             sums = fma(values[j], x(i, p * codes + j), sums)
         total[i] = fma(sums, part.scale, total[i])
+        if minimum is not None:
+            total[i] = fma(of_unit, minimum, total[i])
 
 
 def exact(found: tuple[Part, ...], packing: Packing, x: Callable[[int], Tile], total: Tile) -> Tile:
@@ -82,7 +71,9 @@ def kernel(*refs: Any, packing: Packing, cut: Cut) -> None:
     mine = [jnp.minimum(first_of_x + i, m - 1) for i in range(count)]  # the last ones again
     first = program_id(0) // groups * cut.rows
     first = jnp.minimum(first, n - cut.rows) if n % cut.rows else first  # some rows twice
-    rows = [first + i for i in range(cut.rows)]
+    first = first & np.int32(power_of_two(n) - 1) if cut.bounded else first
+    side = cut.rows if cut.beside else 1
+    rows = [first + i + counted(side) for i in range(0, cut.rows, side)]
     shape = packing.shape(cut.units)
     unit = counted(cut.units).reshape(shape)
     tiles = cdiv(packing.units, cut.units)
@@ -92,7 +83,9 @@ def kernel(*refs: Any, packing: Packing, cut: Cut) -> None:
         return load(x_ref, row, np.int32(plane), tile * cut.units + unit)[None]
 
     def read(row, tile):
-        return packing.read(weight, row[None], tile * cut.units, cut.units)
+        if cut.bounded and not isinstance(tile, int):
+            tile = tile & np.int32(power_of_two(tiles) - 1)
+        return packing.read(weight, row, tile * cut.units, cut.units)
 
     def several(tile, count):
         return tuple(tuple(read(row, tile + i) for row in rows) for i in range(count))
@@ -106,21 +99,29 @@ def kernel(*refs: Any, packing: Packing, cut: Cut) -> None:
                     fast(part, p, packing, x, total)
         return tuple(map(tuple, totals))
 
-    def step(j, carry):
+    def step(j, totals):
+        return add(several(j * cut.ahead, cut.ahead), j * cut.ahead, totals)
+
+    def early(j, carry):
         totals, now = carry
         following = several((j + 1) * cut.ahead, cut.ahead)
         return add(now, j * cut.ahead, totals), following
 
-    nothing = jnp.zeros((1, *shape), jnp.float32)
-    totals = ((nothing,) * len(mine),) * cut.rows
+    totals = ((jnp.zeros((side, *shape), jnp.float32),) * len(mine),) * len(rows)
     steps, rest = divmod(tiles, cut.ahead)
     end = steps * cut.ahead
-    if steps:
+    if steps and cut.early:
         carry = totals, several(0, cut.ahead)
-        carry = lax.fori_loop(np.int32(0), np.int32(steps - 1), step, carry) if steps > 1 else carry
+        if steps > 1:
+            carry = lax.fori_loop(np.int32(0), np.int32(steps - 1), early, carry)
         totals = add(carry[1], end - cut.ahead, carry[0])
+    elif steps > WRITTEN_OUT:
+        totals = lax.fori_loop(np.int32(0), np.int32(steps), step, totals)
+    else:
+        for j in range(steps):
+            totals = step(j, totals)
     totals = add(several(end, rest), end, totals)
-    y = [[jnp.sum(total) / one for total in of_row] for of_row in totals]
+    y = [[jnp.sum(total.reshape(side, -1), 1) / one for total in of_row] for of_row in totals]
     for row, of_row in zip(rows, y, strict=True):
         for at, value in zip(mine, of_row, strict=True):
             write(y_ref, (at, row), value)
@@ -132,15 +133,17 @@ def kernel(*refs: Any, packing: Packing, cut: Cut) -> None:
 
         def tile(j, total):
             x = lambda plane: activations(at, plane, j)
-            return exact(packing.parts(read(row, j)), packing, x, total)
+            return exact(packing.parts(read(row[None], j)), packing, x, total)
 
+        nothing = jnp.zeros((1, *shape), jnp.float32)
         total = lax.fori_loop(np.int32(0), np.int32(tiles), tile, nothing)
         write(y_ref, (at, row), jnp.sum(total))
         return none
 
     sound = lambda x: (jnp.abs(x) < jnp.inf) & (jnp.abs(x) > SMALL * packing.subnormal)
     every = functools.reduce(jnp.logical_and, [sound(x) for of_row in y for x in of_row])
-    times = jnp.where(every, np.int32(0), np.int32(cut.rows * len(mine)))
+    lost = jnp.sum(jnp.where(every, 0.0, 1.0)) > 0
+    times = jnp.where(lost, np.int32(cut.rows * len(mine)), np.int32(0))
     lax.fori_loop(np.int32(0), times, again, np.int32(0))
 
 
@@ -153,17 +156,17 @@ def most(dtype: Any) -> int:
 
 
 def cut(packing: Packing) -> Cut:
-    """As measured on an H200 for one row and AWQ, Q4_0, Q4K and Q6K."""
-    read = packing.in_order or packing
-    ahead = 3 if packing.in_order else 2 if read.powers.size <= 8 else 1
-    return Cut(2, WARP * read.each, ahead)
+    """As measured on an H200 for one row."""
+    return (packing.in_order or packing).cut
 
 
 def cuts(packing: Packing) -> list[Cut]:
     """More or less at a time; that of :func:`cut` first."""
     first = cut(packing)
     units = [WARP * each for each in (1, 2, 4) if WARP * each <= first.units]
-    every = [Cut(*each) for each in itertools.product((2, 4), units, (1, 2, 3, 4))]
+    sizes = itertools.product((2, 4, 8), units, (1, 2, 3))
+    every = [first._replace(rows=r, units=u, ahead=a, early=False) for r, u, a in sizes]
+    every += [size._replace(early=True) for size in every if size.ahead == 1]
     return [first, *(other for other in every if other != first)]
 
 
@@ -187,10 +190,15 @@ def together(packing: Packing, m: int) -> int:
 
 
 def fitting(cut: Cut, packing: Packing, m: int, n: int) -> Cut:
-    """At most what there is, and as many units as a thread has registers for activations of."""
+    """At most what there is, and as many units as a thread has registers for activations of.
+
+    Of fewer units than four a thread, lanes would share those of rows that are side by side.
+    """
     count = power_of_two(together(packing, m))
     each = ACTIVATIONS // (packing.powers.size * count)
-    return cut._replace(rows=min(cut.rows, n), units=min(cut.units, WARP * each))
+    units = min(cut.units, WARP * each)
+    beside = cut.beside and units == 4 * WARP
+    return cut._replace(rows=min(cut.rows, n), units=units, beside=beside)
 
 
 def times_transposed(
@@ -217,6 +225,7 @@ def times_transposed(
     packing = packing.in_order or packing
     cut = fitting(cut, packing, len(x), n)
     planes = ordered(x, packing, cut.units, worth(packing, interpret))
+    views = packing.views(*weight)
     return launch(
         functools.partial(kernel, packing=packing, cut=cut),
         name,
@@ -224,4 +233,4 @@ def times_transposed(
         grid=(cdiv(len(x), together(packing, len(x))) * cdiv(n, cut.rows),),
         warps=1,
         interpret=interpret,
-    )(*weight, planes)
+    )(*views, planes)

@@ -33,6 +33,9 @@ WEIGHTS = {
     ("m", "n", "k", "cut"),
     [
         (1, 5, 1024, Cut(4, 64, 3)),  # a row of the weight is computed twice; tiles remain
+        (1, 6, 1024, Cut(4, 128, 2, beside=True)),  # several rows in a tile
+        (2, 4, 2048, Cut(2, 32, 1, early=True)),  # the next tile while this one is decoded
+        (1, 7, 1024, Cut(2, 32, 2, early=True, bounded=True)),
         (4, 4, 512, Cut(2, 128, 1)),  # activations of fewer units than that fit into registers
         (5, 3, 256, Cut(4, 32, 4)),  # fewer rows than a program takes, and fewer tiles
     ],
