@@ -5,6 +5,7 @@ states of a channel leave less to be summed between threads.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,19 +26,18 @@ from ._launch import (
     program_id,
     read,
     reciprocal,
+    triton,
     write,
 )
 from ._rows import counted
+from ._threads import halves, joined, narrowed, parts
 
-PerChannel = list[jax.Array]  # f32[across], of each channel of a thread
-PerState = list[jax.Array]  # f32[1, wide], or f32[wide], of each piece
-States = list[list[jax.Array]]  # f32[across, wide], of each channel and piece
+PerChannel = list[jax.Array]  # f32[lanes, across], of each channel of a thread
+PerState = list[jax.Array]  # f32[lanes, across], of each state of a thread
+States = list[list[jax.Array]]  # f32[lanes, across], of each channel and state of a thread
 Activation = Callable[[jax.Array], jax.Array]
 
-OF_THREAD = 4  # neighbouring states of a piece that a thread holds, as Triton lays blocks out
-
-
-PORTION = 4  # steps whose operands are in registers at once
+OF_THREAD = 4  # neighbouring states that a thread holds: it reads and writes them as one
 
 
 class Tile(NamedTuple):
@@ -46,13 +46,17 @@ class Tile(NamedTuple):
     channels: int
     """Of a thread; not neighbours, so that threads are."""
     pieces: int
-    """In which the states of a channel are cut."""
+    """In which the states of a channel are cut; a thread has states of each."""
     steps: int
-    """Written out in a loop's body.  Forward, the input of as many is on its way meanwhile."""
+    """Written out in a loop's body.  The input of as many is on its way meanwhile."""
+
+    def lanes(self, states: int) -> int:
+        """Threads that share a channel."""
+        return max(states // self.pieces // OF_THREAD, 1)
 
     def across(self, states: int) -> int:
         """Threads side by side that hold different channels."""
-        return WARP // max(states // self.pieces // OF_THREAD, 1)
+        return WARP // self.lanes(states)
 
     def blocks(self, d: int, states: int) -> int:
         """Programs of a sequence."""
@@ -84,72 +88,113 @@ def bounded(x: jax.Array, below: int) -> jax.Array:
 
 
 class Program:
-    """One program's part of the arrays, which have names; [batch, l, …] are flat."""
+    """One program's part of the arrays, which have names; [batch, l, …] are flat.
+
+    The threads of a channel take some steps together: what has a number for each channel each reads
+    for one of them, and has from the others what it needs.
+    """
 
     def __init__(self, refs: dict[str, Any], size: Size, tile: Tile) -> None:
         """The first program has the first channels of the first sequence."""
         self.refs, self.size, self.tile = refs, size, tile
-        self.across, self.wide = tile.across(size.n), size.n // tile.pieces
+        self.lanes, self.across = tile.lanes(size.n), tile.across(size.n)
+        self.shape = (self.lanes, self.across)
         blocks, together = tile.blocks(size.d, size.n), self.across * tile.channels
         self.sequence, self.block = program_id(0) // blocks, program_id(0) % blocks
         self.first = bounded(self.block, blocks) * together
-        self.channels = [
-            self.first + i * self.across + counted(self.across) for i in range(tile.channels)
-        ]
-        self.states = [i * self.wide + counted(self.wide) for i in range(tile.pieces)]
+        self.lane, self.column = counted(self.lanes)[:, None], counted(self.across)[None, :]
+        self.channels = [self.first + (i * self.across) + self.column for i in range(tile.channels)]
         cut = size.d % together > 0
-        self.inside = [x < size.d if cut else None for x in self.channels]
-        self.exist = [x < size.states if size.states < size.n else None for x in self.states]
-        self.shape = (self.across, self.wide)
+        self.inside = [self.spread(x < size.d) if cut else None for x in self.channels]
+        each = self.lane * OF_THREAD + counted(OF_THREAD)[None, :]
+        wide = size.n // tile.pieces
+        self.states = [each + i * wide for i in range(tile.pieces)]
+        added = size.states < size.n
+        own = [self.lane * OF_THREAD + (i * wide + j) for i, j in self.of_thread()]
+        self.exist = [self.spread(x < size.states) if added else None for x in own]
+
+    def of_thread(self) -> list[tuple[int, int]]:
+        """Piece and place of each state of a thread."""
+        return list(itertools.product(range(self.tile.pieces), range(OF_THREAD)))
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        """For every thread."""
+        return jnp.broadcast_to(x, self.shape)
+
+    def together(self, steps: int) -> int:
+        """How many of some steps the threads of a channel take at a time."""
+        return min(self.lanes, steps & -steps)
 
     def row(self, step: Any) -> jax.Array:
         """Where a step of the sequence is among those of all."""
         return bounded(self.sequence * self.size.length + step, self.size.rows)
 
-    def per_channel(self, name: str, row: Any, k: int) -> PerChannel:
-        """A number for each channel, k steps on; 0 beyond the last."""
+    def per_channel(self, name: str, row: Any, k: int, steps: int) -> list[jax.Array]:
+        """A number for each channel, of each of some steps from k on; 0 beyond the last channel."""
+        ref = self.refs[name]
         return [
-            read(self.refs[name], (at,), mask, None if mask is None else 0.0)
-            for at, mask in zip(self.of_channels(row, k), self.inside, strict=True)
+            triton().load(ref.at[at], mask=mask, other=None if mask is None else 0)
+            for at, mask in zip(self.of_channels(row, k, steps), self.inside, strict=True)
         ]
 
-    def write_per_channel(self, name: str, row: Any, k: int, values: PerChannel) -> None:
+    def write_per_channel(
+        self, name: str, row: Any, k: int, steps: int, values: PerChannel
+    ) -> None:
         """The other way."""
-        places = self.of_channels(row, k)
+        ref, places = self.refs[name], self.of_channels(row, k, steps)
         for value, at, mask in zip(values, places, self.inside, strict=True):
-            write(self.refs[name], (at,), value, mask)
+            triton().store(ref.at[at], narrowed(value, ref.dtype), mask=mask)
 
-    def of_channels(self, row: Any, k: int) -> list[jax.Array]:
+    def of_channels(self, row: Any, k: int, steps: int) -> list[jax.Array]:
         """Where they are."""
-        at = row * self.size.d + self.first + counted(self.across)
+        at = (row + (self.lane & (steps - 1))) * self.size.d + self.first + self.column
         return [at + (k * self.size.d + i * self.across) for i in range(self.tile.channels)]
 
-    def per_state(self, name: str, row: Any, k: int) -> PerState:
-        """A number for each state, the same for all channels."""
-        return [read(self.refs[name], (at,))[None, :] for at in self.of_states(row, k)]
+    def per_state(self, name: str, row: Any, k: int) -> list[jax.Array]:
+        """A number for each state, the same for all channels, k steps on; halves in pairs.
 
-    def write_per_state(self, name: str, row: Any, k: int, values: PerState) -> None:
-        """One for this block of channels; every thread that has it writes the same.
-
-        As a vector it would be dealt out between the threads again, with a barrier.
+        On its way a pair takes the room of one: :meth:`of_states` has them apart.
         """
-        blocks, rows = self.tile.blocks(self.size.d, self.size.n), self.size.rows
-        row = bounded(self.block * rows + row, blocks * rows)
-        spread = lambda x: jnp.broadcast_to(x, self.shape)
-        for value, at in zip(values, self.of_states(row, k), strict=True):
-            write(self.refs[name], (spread(at[None, :]),), spread(value[None, :]))
+        ref = self.refs[name]
+        each = 1 if ref.dtype == jnp.float32 else 2
+        n = OF_THREAD // each
+        first = self.lane * n + counted(n)[None, :]
+        wide = lambda x: jnp.broadcast_to(x[:, None, :], (*self.shape, n))
+        pieces = self.tile.pieces
+        starts = [self.size.n * (k * pieces + i) // pieces // each for i in range(pieces)]
+        at = row * (self.size.n // each)
+        return [triton().load(ref.at[wide(at + (first + start))]) for start in starts]
 
-    def of_states(self, row: Any, k: int) -> list[jax.Array]:
-        """Where they are."""
-        at = row * self.size.n + counted(self.wide)
-        return [at + (k * self.size.n + i * self.wide) for i in range(self.tile.pieces)]
+    def of_states(self, read: list[jax.Array]) -> PerState:
+        """In float32, of each state of a thread."""
+        apart = [x for piece in read for x in parts(piece)]
+        if apart[0].dtype == jnp.float32:
+            return apart
+        return [x for pair in apart for x in halves(pair, self.refs["u"].dtype)]
+
+    def write_sums(self, name: str, row: Any, k: int, values: list[jax.Array]) -> None:
+        """Two numbers for each state, of this block of channels: what ``summed`` has of them.
+
+        Threads that have the same write the same.
+        """
+        size, own = self.size, len(self.exist)
+        row = bounded(self.block * size.rows + row, self.tile.blocks(size.d, size.n) * size.rows)
+        for i, value in enumerate(values):
+            which = (i * self.across + self.column) & (2 * own - 1)
+            of, piece, place = which // own, which % own // OF_THREAD, which % OF_THREAD
+            state = piece * (size.n // self.tile.pieces) + self.lane * OF_THREAD + place
+            at = (row * 2 + of) * size.n + state
+            write(self.refs[name], (at + k * 2 * size.n,), value)
 
     def matrix(self, name: str, *first: Any) -> States:
         """A number for each state of each channel."""
         return [
             [
-                read(self.refs[name], (*first, *where), mask, None if mask is None else 0.0)
+                x
                 for where, mask in row
+                for x in parts(
+                    read(self.refs[name], (*first, *where), mask, None if mask is None else 0.0)
+                )
             ]
             for row in self.places()
         ]
@@ -157,123 +202,67 @@ class Program:
     def write_matrix(self, name: str, values: States, *first: Any) -> None:
         """The other way."""
         for row, places in zip(values, self.places(), strict=True):
-            for value, (where, mask) in zip(row, places, strict=True):
-                write(self.refs[name], (*first, *where), value, mask)
+            for i, (where, mask) in enumerate(places):
+                piece = joined(row[i * OF_THREAD : (i + 1) * OF_THREAD])
+                write(self.refs[name], (*first, *where), piece, mask)
 
     def places(self) -> list[list[tuple[Any, Any]]]:
         """Of each channel and piece: indices into a matrix, and the mask."""
-        spread = lambda mask: None if mask is None else jnp.broadcast_to(mask[:, None], self.shape)
+        spread = lambda x: jnp.broadcast_to(x, (*self.shape, OF_THREAD))
         return [
-            [((x[:, None], n[None, :]), spread(mask)) for n in self.states]
+            [
+                (
+                    (spread(x[:, :, None]), spread(n[:, None, :])),
+                    None if mask is None else spread(mask[:, :, None]),
+                )
+                for n in self.states
+            ]
             for x, mask in zip(self.channels, self.inside, strict=True)
         ]
 
+    def zeros(self, dtype: Any = jnp.float32) -> list[list[jax.Array]]:
+        """Of each channel and state of a thread."""
+        return [[jnp.zeros(self.shape, dtype) for _ in self.exist] for _ in self.channels]
+
     def matrix_or_zeros(self, name: str) -> States:
         """Of the sequence, if there is such an array."""
-        if name in self.refs:
-            return self.matrix(name, self.sequence)
-        return [[jnp.zeros(self.shape, jnp.float32) for _ in self.states] for _ in self.channels]
+        return self.matrix(name, self.sequence) if name in self.refs else self.zeros()
 
     def over_states(self, xs: list[jax.Array], ys: list[jax.Array]) -> jax.Array:
-        """Σ x·y of a channel.  States that were added are 0 in y, but 0 · inf is not."""
-        total = None
-        for x, y, exist in zip(xs, ys, self.exist, strict=True):
-            x = x if exist is None else jnp.where(exist[None, :], x, 0)
-            total = x * y if total is None else fma(x, y, total)
-        assert total is not None
-        return jnp.sum(total, 1)
+        """Σ x·y over a thread's states.  Those that were added are 0 in y, but 0 · inf is not."""
+        return dot(xs, ys, self.exist)
 
     def over_channels(self, xs: States, ys: PerChannel) -> PerState:
-        """Σ x·y of a state, over the channels of the program."""
-        totals: Any = [None] * len(self.states)
-        for row, y, inside in zip(xs, ys, self.inside, strict=True):
-            for j, x in enumerate(row):
-                x = x if inside is None else jnp.where(inside[:, None], x, 0)
-                y_ = y[:, None]
-                totals[j] = x * y_ if totals[j] is None else fma(x, y_, totals[j])
-        return [jnp.sum(total, 0) for total in totals]
+        """Σ x·y over a thread's channels, of each of its states."""
+        return [dot(list(x), ys, self.inside) for x in zip(*xs, strict=True)]
+
+
+def dot(xs: list[jax.Array], ys: list[jax.Array], masks: list[jax.Array | None]) -> jax.Array:
+    """Σ x·y where there is something."""
+    total = None
+    for x, y, mask in zip(xs, ys, masks, strict=True):
+        x = x if mask is None else jnp.where(mask, x, 0)
+        total = x * y if total is None else fma(x, y, total)
+    assert total is not None
+    return total
 
 
 def decays(steps: PerChannel, a: States) -> States:
     """exp(Δ·a), of a · log₂ e."""
-    return [[exp2(step[:, None] * x) for x in row] for step, row in zip(steps, a, strict=True)]
+    return [[exp2(step * x) for x in row] for step, row in zip(steps, a, strict=True)]
 
 
 def advance(h: States, keep: States, inputs: PerChannel, b: PerState) -> States:
     """The next states; ``inputs`` are Δ·u."""
     return [
-        [fma(k, x, moved[:, None] * y) for k, x, y in zip(kept, before, b, strict=True)]
+        [fma(k, x, moved * y) for k, x, y in zip(kept, before, b, strict=True)]
         for before, kept, moved in zip(h, keep, inputs, strict=True)
     ]
 
 
-SLOW = 0.09  # of Δ·a: beyond, what the exponential is off by is soon forgotten
-
-
-class Kept(NamedTuple):
-    """What some steps kept of a state, to compare with what they should have kept.
-
-    exp(Δ·a) is near 1 where little is forgotten, and off by a unit in the last place or two, mostly
-    to one side: over the steps that a state remembers that adds up, to 1.4e-5 in 2400 steps
-    (measured on an H200).  So after every few steps the state is scaled by what they were off by
-    together, Σ (exp(Δ·a) − 1) by its series less the sum of what was taken.
-    """
-
-    powers: list[list[jax.Array]]  # Σ Δ, Σ Δ², Σ Δ³, Σ Δ⁴ and the least Δ, of each channel
-    bits: list[list[jax.Array]]  # sum of what was kept, of each channel and piece, as integers
-    steps: int
-
-    @classmethod
-    def nothing(cls, channels: int, pieces: int, shape: tuple[int, int]):
-        """Before the first step."""
-        zeros = lambda shape, dtype: jnp.zeros(shape, dtype)
-        powers = [[zeros(shape[:1], jnp.float32) for _ in range(5)] for _ in range(channels)]
-        bits = [[zeros(shape, jnp.int32) for _ in range(pieces)] for _ in range(channels)]
-        return cls(powers, bits, 0)
-
-    def and_step(self, steps: PerChannel, keep: States):
-        """With one more.  Numbers from 1/2 to 1 are whole multiples of 2⁻²⁴: of their bits."""
-        powers = []
-        for (one, two, three, four, least), x in zip(self.powers, steps, strict=True):
-            square = x * x
-            sums = one + x, two + square, fma(square, x, three), fma(square, square, four)
-            powers.append([*sums, jnp.minimum(least, x)])
-        whole = lambda x: lax.bitcast_convert_type(x, jnp.int32)
-        bits = [
-            [x + whole(y) for x, y in zip(xs, ys, strict=True)]
-            for xs, ys in zip(self.bits, keep, strict=True)
-        ]
-        return Kept(powers, bits, self.steps + 1)
-
-    def corrected(self, h: States, rests: States, a: States) -> tuple[States, States]:
-        """The state that they should have left; ``a`` is a · log₂ e.
-
-        What they were off by is a unit in the last place or so of the state, and the sum is rounded
-        to whole ones; the rest waits for the next few steps.
-        """
-        ones = np.int32(np.uint32(self.steps * 0x3F800000 & 0xFFFFFFFF).astype(np.int32))
-        found, left = [], []
-        for xs, waiting, rates, sums, powers in zip(
-            h, rests, a, self.bits, self.powers, strict=True
-        ):
-            one, two, three, four, least = (
-                jnp.broadcast_to(x[:, None], xs[0].shape) for x in powers
-            )
-            row, row_left = [], []
-            for x, rest, rate, total in zip(xs, waiting, rates, sums, strict=True):
-                rate = rate * (1 / LOG2_E)
-                square = rate * rate
-                series = fma(rate, four * (1 / 24), three * (1 / 6))
-                series = fma(rate, fma(rate, series, two * 0.5), one)
-                off = fma(rate, series, (ones - total).astype(jnp.float32) * 2.0**-24)
-                slow = (rate <= 0) & (least >= 0) & (square * square * four < SLOW**4)
-                slow &= jnp.abs(x) < np.float32(np.inf)  # that stays what it is
-                due = jnp.where(slow, fma(off, x, rest), 0)
-                row.append(x + due)
-                row_left.append(due - (row[-1] - x))
-            found.append(row)
-            left.append(row_left)
-        return found, left
+def in_float32(x: jax.Array) -> jax.Array:
+    """``x`` itself, or wider."""
+    return x.astype(jnp.float32)
 
 
 def products(xs: PerChannel, ys: PerChannel) -> PerChannel:
@@ -311,7 +300,7 @@ def step_size(softplus_: bool) -> Activation:
 
 # -- arrays in, arrays out -----------------------------------------------------------------
 
-BY_STEPS = {"u", "delta", "b", "c", "g", "y", "du", "ddelta", "db", "dc"}
+BY_STEPS = {"u", "delta", "b", "c", "g", "y", "du", "ddelta", "dbc"}
 
 
 def padded(states: int) -> int:
@@ -322,9 +311,17 @@ def padded(states: int) -> int:
 def operands(u, delta, a, b, c, **states: jax.Array | None) -> dict[str, jax.Array]:
     """What the kernels read.  A state that was added does not decay, and nothing moves it."""
     added = padded(a.shape[1]) - a.shape[1]
-    wide = lambda x: jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, added)])
-    given = {"u": u, "delta": delta, "a": wide(a) * LOG2_E, "b": wide(b), "c": wide(c)}
-    return given | {name: wide(x) for name, x in states.items() if x is not None}
+    wide = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, added)])
+    f32 = lambda x: wide(x.astype(jnp.float32))
+
+    def of_steps(x):
+        """Halves in pairs."""
+        if x.dtype == jnp.float32:
+            return wide(x)
+        return lax.bitcast_convert_type(wide(x).reshape(*x.shape[:2], -1, 2), jnp.int32)
+
+    given = {"u": u, "delta": delta, "a": f32(a) * LOG2_E, "b": of_steps(b), "c": of_steps(c)}
+    return given | {name: f32(x) for name, x in states.items() if x is not None}
 
 
 def run(

@@ -11,9 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from ._launch import INTERPRETED, WARP, packed, triton
+from ._launch import INTERPRETED, WARP, packed, triton, unpacked
 from ._rows import counted
 
 EVERY = "0xffffffff"  # thread takes part
@@ -82,6 +83,15 @@ def parts(x: jax.Array) -> list[jax.Array]:
     """The elements along the last axis, of which a thread has all."""
     n = x.shape[-1]
     return [y.reshape(x.shape[:-1]) for y in lax.split(x, [1] * n, axis=x.ndim - 1)]
+
+
+def halves(pairs: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """The two halves in each of some words of 32 bits, the lower one first, in float32."""
+    if dtype != jnp.bfloat16:
+        return unpacked(pairs, dtype)
+    # One instruction each: bfloat16 is the upper half of float32.
+    whole = lambda x: lax.bitcast_convert_type(x, jnp.float32)
+    return whole(pairs << 16), whole(pairs & np.int32(-(2**16)))
 
 
 def joined(xs: Sequence[jax.Array]) -> jax.Array:

@@ -4,8 +4,8 @@ grid      batch × blocks of channels, twice: from the beginning, to write the s
           steps; then from the end, where the states between two of those are computed again
 reads     u, Δ and b twice, c and dy once, the states written once
 writes    the gradients once; those of b and c once for each block of channels, added up later
-bound by  instructions, and latency: 29 for each state and step, of which sums are the half.
-          Measured on an H200 at B8 L2048 D2048 N16 bfloat16: 1517 µs
+bound by  instructions, and latency: 21 for each state and step and 7 for those at the edges, which
+          are 537 MB written and read.  Measured on an H200 at B8 L2048 D2048 N16 bfloat16: 989 µs
 """
 
 import functools
@@ -18,14 +18,16 @@ from jax import lax
 
 from ._launch import LIMIT, LOG2_E, cdiv, fma, like
 from ._selective_scan import (
-    PORTION,
     Activation,
-    Kept,
+    PerChannel,
+    PerState,
     Program,
     Size,
+    States,
     Tile,
     advance,
     decays,
+    in_float32,
     logistic,
     operands,
     padded,
@@ -33,6 +35,8 @@ from ._selective_scan import (
     run,
     step_size,
 )
+from ._selective_scan_kept import Kept
+from ._threads import of_row, summed
 from ._tiles import Tiles, varied
 from .selective_scan import extents, forward_kernel, refuses
 
@@ -58,9 +62,25 @@ def tiles_gradient(u: Any, delta: Any, a: Any, *rest: Any, **params: Any) -> Til
 def refuses_gradient(u: Any, delta: Any, a: Any, *rest: Any, **params: Any) -> str | None:
     """Why they cannot serve the gradient, or None."""
     (batch, length, d), n = u.shape, padded(a.shape[1])
-    if batch * n * max(cdiv(length, BACKWARD.steps) * d, length * BACKWARD.blocks(d, n)) >= LIMIT:
+    if (
+        batch * n * max(cdiv(length, BACKWARD.steps) * d, 2 * length * BACKWARD.blocks(d, n))
+        >= LIMIT
+    ):
         return "what it writes between two kernels has 2³¹ elements and more"
     return refuses(u, delta, a, *rest)
+
+
+class Step(NamedTuple):
+    """What a step of the recurrence has, and what it has made of it."""
+
+    before: States
+    after: States
+    keep: States
+    sizes: PerChannel
+    inputs: PerChannel
+    g: PerChannel
+    b: PerState
+    c: PerState
 
 
 def backward_kernel(
@@ -77,70 +97,87 @@ def backward_kernel(
     a = my.matrix("a")
     full, rest = divmod(size.length, tile.steps)
 
-    def given(row, k):
-        """What a step begins with."""
-        return (
-            *(my.per_channel(name, row, k) for name in ("delta", "u")),
-            my.per_state("b", row, k),
-        )
+    def given(i, count=tile.steps):
+        """Of block i: the state before it; Δ, u and dy; b and c."""
+        row, together = my.row(i * tile.steps), my.together(count)
+        per_channel = [
+            [my.per_channel(name, row, k, together) for k in range(0, count, together)]
+            for name in ("delta", "u", "g")
+        ]
+        per_state = [[my.per_state(name, row, k) for k in range(count)] for name in ("b", "c")]
+        return my.matrix("edges", my.sequence, i), per_channel, per_state
 
-    def block(i, carry, count=tile.steps):
-        """The ``count`` steps after the state before block i."""
-        rests, *carry = carry
-        kept = Kept.nothing(tile.channels, tile.pieces, my.shape)
-        states, row = [my.matrix("edges", my.sequence, i)], my.row(i * tile.steps)
+    def block(i, given, carry, count=tile.steps):
+        """The gradients of the steps of block i, and the carry before it."""
+        lam, da, rests = carry
+        before, per_channel, per_state = given
+        row, together, kept = my.row(i * tile.steps), my.together(count), Kept.nothing(my)
+        delta, u, g = ([list(map(in_float32, xs)) for xs in each] for each in per_channel)
+        b, c = (list(map(my.of_states, each)) for each in per_state)
+        sizes = [list(map(activate, xs)) for xs in delta]
+        inputs = list(map(products, sizes, u))
+        at = lambda each, k: [of_row(x, k % together) for x in each[k // together]]
+        steps = []
         for k in range(count):
-            delta, u, b = given(row, k)
-            sizes = list(map(activate, delta))
-            states.append(advance(states[-1], decays(sizes, a), products(sizes, u), b))
-        for end in range(count, 0, -PORTION):
-            # All of it is read before anything is written: nothing read may overtake a write.
-            steps = range(max(end - PORTION, 0), end)
-            read = [
-                (*given(row, k), my.per_channel("g", row, k), my.per_state("c", row, k))
-                for k in steps
+            of_step, moved = at(sizes, k), at(inputs, k)
+            keep = decays(of_step, a)
+            after = advance(before, keep, moved, b[k])
+            steps.append(Step(before, after, keep, of_step, moved, at(g, k), b[k], c[k]))
+            before = after
+        for n in reversed(range(count // together)):
+            along = []
+            for k in reversed(range(n * together, (n + 1) * together)):
+                kept = kept.and_step(steps[k].keep)
+                lam, da, found = back(row, k, steps[k], lam, da)
+                along.insert(0, found)
+            kept = kept.and_sizes(sizes[n])
+            along_a, along_b = (
+                [summed(of_channel, 0)[0] for of_channel in zip(*each, strict=True)]
+                for each in zip(*along, strict=True)
+            )
+            du = products(sizes[n], along_b)
+            ddelta = [
+                (x * y + z / LOG2_E) * slope(raw)
+                for x, y, z, raw in zip(u[n], along_b, along_a, delta[n], strict=True)
             ]
-            for k, xs in reversed(list(zip(steps, read, strict=True))):
-                carry, sizes, keep = back(row, k, states[k], states[k + 1], xs, carry)
-                kept = kept.and_step(sizes, keep)
-        lam, da = carry
+            my.write_per_channel("du", row, n * together, together, du)
+            my.write_per_channel("ddelta", row, n * together, together, ddelta)
         if corrected:
-            lam, rests = kept.corrected(lam, rests, a)
-        return rests, lam, da
+            lam, rests = kept.corrected(lam, rests, a, count, together)
+        return lam, da, rests
 
-    def back(row, k, before, h, xs, carry):
-        """The gradients of one step, and the carry before it."""
-        (delta, u, b, g, c), (lam, da) = xs, carry
-        sizes = list(map(activate, delta))
-        inputs = products(sizes, u)
-        spread = [jnp.broadcast_to(x, my.shape) for x in c]
+    def back(row, k, step, lam, da):
+        """The carry before a step; and a thread's part of the sums along a and along b."""
         lam = [
-            [fma(y, into[:, None], x) for x, y in zip(xs, spread, strict=True)]
-            for xs, into in zip(lam, g, strict=True)
+            [fma(x, into, y) for x, y in zip(step.c, xs, strict=True)]
+            for xs, into in zip(lam, step.g, strict=True)
         ]
-        my.write_per_state("db", row, k, my.over_channels(lam, inputs))
-        my.write_per_state("dc", row, k, my.over_channels(h, g))
-        along_b = [my.over_states(xs, b) for xs in lam]
-        my.write_per_channel("du", row, k, products(sizes, along_b))
-        keep = decays(sizes, a)
-        lam = [products(row, xs) for row, xs in zip(keep, lam, strict=True)]
-        dkeep = [products(xs, past) for xs, past in zip(lam, before, strict=True)]
-        along_a = [my.over_states(xs, rates) for xs, rates in zip(dkeep, a, strict=True)]
-        ddelta = [
-            (x * y + z / LOG2_E) * slope(raw)
-            for x, y, z, raw in zip(u, along_b, along_a, delta, strict=True)
-        ]
-        my.write_per_channel("ddelta", row, k, ddelta)
+        db, dc = my.over_channels(lam, step.inputs), my.over_channels(step.after, step.g)
+        my.write_sums("dbc", row, k, summed([*db, *dc], 1))
+        along_b = [my.over_states(xs, step.b) for xs in lam]
+        lam = list(map(products, step.keep, lam))
+        dkeep = list(map(products, lam, step.before))
+        along_a = list(map(my.over_states, dkeep, a))
         da = [
-            [fma(x, step[:, None], y) for x, y in zip(xs, ys, strict=True)]
-            for xs, step, ys in zip(dkeep, sizes, da, strict=True)
+            [fma(x, of_channel, y) for x, y in zip(xs, ys, strict=True)]
+            for xs, of_channel, ys in zip(dkeep, step.sizes, da, strict=True)
         ]
-        return (lam, da), sizes, keep
+        return lam, da, (along_a, along_b)
 
-    carry = my.matrix_or_zeros(""), my.matrix_or_zeros("dlast"), my.matrix_or_zeros("")
-    carry = block(np.int32(full), carry, rest) if rest else carry
-    first, end = np.int32(0), np.int32(full)
-    _, lam, da = lax.fori_loop(first, end, lambda i, carry: block(full - 1 - i, carry), carry)
+    def from_end(i, carry):
+        now, *carry = carry
+        i = full - 1 - i
+        # All of it is read before anything is written: nothing read may overtake a write.
+        following = given(jnp.maximum(i - 1, 0))
+        return following, *block(i, now, carry)
+
+    carry = my.matrix_or_zeros("dlast"), my.zeros(), my.zeros()
+    if rest:
+        carry = block(np.int32(full), given(np.int32(full), rest), carry, rest)
+    if full:
+        now = given(np.int32(full - 1))
+        _, *carry = lax.fori_loop(np.int32(0), np.int32(full), from_end, (now, *carry))
+    lam, da, _ = carry
     my.write_matrix("da", da, my.sequence)
     my.write_matrix("dstart", lam, my.sequence)
 
@@ -174,9 +211,9 @@ def backward(
     before = {name: x for name, x in given.items() if name not in ("c", "dlast")}
     found = run(kernel, "selective_scan_states", before, out, n, edges, interpret)
     given = {name: x for name, x in given.items() if name != "start"} | found | {"g": upstream}
-    parts = f32(tile.blocks(d, padded_n), batch, length, padded_n)
+    sums = f32(tile.blocks(d, padded_n), batch, length, 2, padded_n)
     matrix = f32(batch, d, padded_n)
-    out = {"du": like(u), "ddelta": like(u), "da": matrix, "db": parts, "dc": parts}
+    out = {"du": like(u), "ddelta": like(u), "da": matrix, "dbc": sums}
     kernel = functools.partial(
         backward_kernel,
         **how,
@@ -184,11 +221,9 @@ def backward(
     )
     out |= {"dstart": matrix}
     found = run(kernel, "selective_scan_backward", given, out, n, tile, interpret)
-    summed = lambda name: jnp.sum(found[name], 0)[..., :n].astype(u.dtype)
-    return (
-        *(found["du"], found["ddelta"], summed("da"), summed("db"), summed("dc")),
-        found["dstart"][..., :n],
-    )
+    total = lambda x: jnp.sum(x, 0)[..., :n].astype(u.dtype)
+    db, dc = (total(found["dbc"][..., i, :]) for i in (0, 1))
+    return found["du"], found["ddelta"], total(found["da"]), db, dc, found["dstart"][..., :n]
 
 
 def cut_backward(

@@ -66,6 +66,7 @@ SCANS = {
     "one of everything": ((1, 1, 1, 1), "float32", True, True, Tile(1, 1, 2)),
     "steps and channels left over": ((2, 5, 9, 5), "bfloat16", True, True, Tile(1, 1, 2)),
     "two channels of a thread": ((1, 4, 40, 16), "float32", False, False, Tile(2, 2, 2)),
+    "more threads of a channel than steps": ((1, 9, 3, 64), "float32", False, False, Tile(1, 1, 4)),
     "all states of a thread": ((1, 3, 33, 16), "float16", False, True, Tile(1, 4, 2)),
 }
 
@@ -80,7 +81,7 @@ def test_scan_against_float64(case):
     assert [x.dtype for x in got] == [dtype, "float32"]
 
 
-@pytest.mark.parametrize("case", list(SCANS)[:3])
+@pytest.mark.parametrize("case", list(SCANS)[:4])
 def test_gradient_of_scan_against_float64(case):
     shape, dtype, softplus, continued, tile = SCANS[case]
     xs = operands(*shape, dtype, continued)
