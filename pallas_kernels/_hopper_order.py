@@ -38,7 +38,7 @@ def together(k: Any) -> int:
     return min(max(CACHED // head, 1), TOGETHER)
 
 
-@functools.cache
+@functools.lru_cache
 def shares(counts: tuple[int, ...], heads: int, together: int, programs: int) -> np.ndarray:
     """``i32[programs, 1 + most]``: how many blocks of rows a program computes, and which.
 

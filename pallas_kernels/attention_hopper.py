@@ -86,6 +86,25 @@ def room(tile: Tile, width: int) -> int:
     return 2 * width * (2 * GROUPS * tile.rows + 2 * tile.stages * tile.keys)
 
 
+def take_turns(rules: Rules) -> bool:
+    """Whether groups start products in turns, so that one's softmax is under the other's.
+
+    Measured: causal, with slopes or a window it helps; where all see all it costs 1 %.
+    """
+    return rules.right is not None and rules.softcap is None
+
+
+def begin(scratch: Scratch, me: Any, rules: Rules, tile: Tile) -> None:
+    """There is place for all that is copied, and the first turn is group 0's."""
+    arrive = mosaic().barrier_arrive
+    arrive(scratch.given.at[me])
+    for slot in range(tile.stages):
+        scratch.keys.release(slot)
+        scratch.values.release(slot)
+    if take_turns(rules):
+        lax.cond(me == 1, lambda: arrive(scratch.turns.at[0]), lambda: None)
+
+
 class State(NamedTuple):
     """Of a group's rows: weights not yet multiplied, running maximum and sums."""
 
@@ -123,32 +142,14 @@ class Group(NamedTuple):
             return None
         return cap * LOG2_E if self.scratch.rows.dtype == jnp.dtype("bfloat16") else None
 
-    @property
-    def takes_turns(self) -> bool:
-        """Whether groups start products in turns, so that one's softmax is under the other's.
-
-        Measured: causal, with slopes or a window it helps; where all see all it costs 1 %.
-        """
-        return self.rules.right is not None and self.rules.softcap is None
-
-    def begin(self) -> None:
-        """There is place for all that is copied, and the first turn is group 0's."""
-        arrive, scratch = mosaic().barrier_arrive, self.scratch
-        arrive(scratch.given.at[self.me])
-        for slot in range(self.tile.stages):
-            scratch.keys.release(slot)
-            scratch.values.release(slot)
-        if self.takes_turns:
-            lax.cond(self.me == 1, lambda: arrive(scratch.turns.at[0]), lambda: None)
-
     def my_turn(self) -> None:
         """Wait for it."""
-        if self.takes_turns:
+        if take_turns(self.rules):
             mosaic().barrier_wait(self.scratch.turns.at[self.me])
 
     def your_turn(self) -> None:
         """The other group's."""
-        if self.takes_turns:
+        if take_turns(self.rules):
             mosaic().barrier_arrive(self.scratch.turns.at[1 - self.me])
 
     def scores(self, into: Any, keys: Any) -> None:
@@ -322,7 +323,7 @@ def attend_kernel(*refs: Any, sizes: Sizes, tile: Tile, rules: Rules) -> None:
 
         def computes() -> None:
             gpu.set_max_registers(REGISTERS[0], action="increase")
-            Group(me, None, None, None, scratch, rules, tile).begin()
+            begin(scratch, me, rules, tile)
             every(compute)
             gpu.wait_smem_to_gmem(0, wait_read_only=True)  # what is read may be given up
 
