@@ -93,11 +93,15 @@ def nf4(block_size: int, low_nibble_first: bool, levels: np.ndarray, dtype: Any)
 
 
 def table_of(levels: np.ndarray, low_nibble_first: bool) -> np.ndarray:
-    """Two halves for each byte, once for each lane: then no two lanes meet in a bank of memory."""
+    """Two halves for each byte, once for each lane: then no two lanes meet in a bank of memory.
+
+    And all of it twice, so that a row has as many bytes as a byte has values: an instruction that
+    picks bytes then makes its place.
+    """
     bits = levels.view(np.uint16).astype(np.uint32)
     low, high = bits[np.arange(BYTES) & 15], bits[np.arange(BYTES) >> 4]
     pairs = low | high << 16 if low_nibble_first else high | low << 16
-    return np.repeat(pairs[:, None], LANES, 1).view(np.int32)
+    return np.repeat(pairs[:, None], BYTES // 4, 1).view(np.int32)
 
 
 # -- instructions --------------------------------------------------------------------------
@@ -111,12 +115,12 @@ def of_nibbles(dtype: Any) -> str:
 
 
 def of_bytes() -> str:
-    """What a table has for each byte: the table begins at $5, $6 is four times the lane."""
-    each = "{}.b32 t, $4, {}; lop3.b32 t, t, 0x7F80, $6, 0xEA; add.u32 t, t, $5;\n"  # t & 7F80 | $6
-    each += "ld.shared.b32 ${}, [t];"
-    times = [8 * i - 7 for i in range(4)]  # a row of the table has 2⁷ bytes
-    how = [("shl" if x < 0 else "shr", abs(x)) for x in times]
-    return "\n".join(each.format(*x, i) for i, x in enumerate(how))
+    """What a table has for each byte: it begins at $5, $6 is four times the lane.
+
+    A byte's row is as far from there as the byte says if it stands where it counts 256s.
+    """
+    each = "prmt.b32 t, $4, $6, 0x55{0}4; add.u32 t, t, $5; ld.shared.b32 ${0}, [t];"
+    return "\n".join(map(each.format, range(4)))
 
 
 def operands(words: Any, parts: int, dtype: Any, table: Any = None) -> tuple[Any, ...]:

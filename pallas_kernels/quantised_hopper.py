@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._fragments import BYTES, LANES, ROWS, Packed, operands
+from ._fragments import LANES, ROWS, Packed, operands
 from ._hopper import barriers, products, spread, zeros
 from ._launch import cdiv, dynamic_slice, like, mosaic, power_of_two, warpgroups
 
@@ -109,7 +109,7 @@ def with_scratch(
         memory(dtype, cut.stages, cut.columns, cut.step),
         gpu.SMEM((cut.groups, *turned(cut, cut.columns, ROWS)), result),
         gpu.SMEM(shared, jnp.float32),
-        gpu.SMEM((1 if packed.table is None else BYTES, LANES), jnp.int32),
+        gpu.SMEM((1, LANES) if packed.table is None else packed.table.shape, jnp.int32),
         barriers(2, cut.stages),
         barriers(cut.groups, cut.stages),
         barriers(max(cut.shares - 1, 1), cut.groups),

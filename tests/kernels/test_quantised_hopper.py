@@ -34,6 +34,41 @@ def operands(words, parts, dtype, table=None):
     return tuple(found)
 
 
+def assembled(text, memory, **registers):
+    """What such instructions leave in registers $0 to $3."""
+    registers = {f"${name[1:]}": value for name, value in registers.items()}
+    value = lambda x: registers[x] if x in registers else int(x, 0)
+    run = {
+        "shr.u32": lambda a, n: a >> n,
+        "lop3.b32": lambda a, b, c, table: {0xEA: a & b | c}[table],
+        "prmt.b32": lambda a, b, places: int.from_bytes(
+            (a | b << 32).to_bytes(8, "little")[places >> 4 * i & 7] for i in (3, 2, 1, 0)
+        ),
+        "add.u32": lambda a, b: a + b & 0xFFFFFFFF,
+        "ld.shared.b32": lambda at: int(memory[at // 4]),
+    }
+    for line in filter(None, map(str.strip, text.replace("\n", "").split(";"))):
+        name, to, *operands = line.replace(",", " ").replace("[", "").replace("]", "").split()
+        registers[to] = run[name](*map(value, operands))
+    return [registers[f"${i}"] for i in range(4)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_instructions(dtype):
+    """A register of words becomes what NumPy makes of it, in every lane."""
+    table = _fragments.table_of(LEVELS.astype(jnp.dtype(dtype)), False)
+    for lane in range(32):
+        words = RNG.integers(0, 2**16, (1, 2), np.uint16)
+        (register,) = words.view(np.uint32)[0].tolist()
+        got = assembled(_fragments.of_nibbles(dtype), (), r4=register)
+        want = operands(words, 1, dtype)[0].view(np.uint32)[0]
+        np.testing.assert_array_equal(got, want)
+        memory = np.concatenate([[0] * 8, table.reshape(-1).view(np.uint32)])
+        got = assembled(_fragments.of_bytes(), memory, r4=register, r5=32, r6=4 * lane)
+        want = operands(words, 1, dtype, hopper.Memory(table))[0].view(np.uint32)[0]
+        np.testing.assert_array_equal(got, want)
+
+
 @contextlib.contextmanager
 def simulated(monkeypatch):
     with monkeypatch.context() as m, hopper.simulated(m):
