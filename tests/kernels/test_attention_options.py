@@ -259,7 +259,7 @@ def test_hopper_finds_rows_whose_weight_is_on_one_key(monkeypatch):
     arrays |= {"do": normal(1, 2, 64, 64), "alibi": None, "dlse": None}
     params = OPTIONS
     seen, ahead = np.ones((1, 1, 64, 200), bool), np.zeros((1, 1, 64, 200), int)
-    case = Case(arrays, params, None, seen, ahead, {"bad": np.nan})
+    case = Case(arrays, params, None, seen, ahead, {"bad": np.nan, "parts": 1})
     for most, missed in ((attention_hopper_gradients.LOST, False), ({"bfloat16": 1e9}, True)):
         monkeypatch.setattr(attention_hopper_gradients, "LOST", most)
         with hopper.simulated(monkeypatch):
@@ -276,7 +276,7 @@ def test_hopper_leaves_rows_whose_weight_is_on_some_of_many_keys(monkeypatch):
     arrays = {"q": (3 * normal(1, 1, 64, 64)).astype("bfloat16"), "k": normal(1, 1, sk, 64)}
     arrays |= {"v": normal(1, 1, sk, 64), "do": normal(1, 1, 64, 64), "alibi": None, "dlse": None}
     seen, ahead = np.ones((1, 1, 64, sk), bool), np.zeros((1, 1, 64, sk), int)
-    case = Case(arrays, OPTIONS, None, seen, ahead, {"bad": np.nan})
+    case = Case(arrays, OPTIONS, None, seen, ahead, {"bad": np.nan, "parts": 1})
     marks_of = attention_hopper_gradients.marks_of
     mark = lambda rows, size: marked.append(rows.any()) or marks_of(rows, size)
     monkeypatch.setattr(attention_hopper_gradients, "marks_of", mark)
