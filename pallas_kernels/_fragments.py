@@ -37,7 +37,7 @@ class Packed(NamedTuple):
     ordered: Callable[[jax.Array, int], jax.Array]
     """Activations in the order of an operand of so many columns."""
     table: np.ndarray | None
-    """The halves of each byte, if codes stand for levels."""
+    """The two halves of each byte, if codes stand for levels."""
     scales: Callable[..., tuple[Any, ...]]
     """``(refs, rows, group)``: a scale for each row, and what else is read."""
     halves: Callable[..., Any]
@@ -88,20 +88,16 @@ def nf4(block_size: int, low_nibble_first: bool, levels: np.ndarray, dtype: Any)
     def halves(fields, scales, block):
         return lax.bitcast_convert_type(fields, dtype)
 
-    table = table_of(levels.astype(dtype), low_nibble_first)
+    table = pairs_of(levels.astype(dtype), low_nibble_first)
     return Packed(block_size, views, ordered, table, scales, halves)
 
 
-def table_of(levels: np.ndarray, low_nibble_first: bool) -> np.ndarray:
-    """Two halves for each byte, once for each lane: then no two lanes meet in a bank of memory.
-
-    And all of it twice, so that a row has as many bytes as a byte has values: an instruction that
-    picks bytes then makes its place.
-    """
+def pairs_of(levels: np.ndarray, low_nibble_first: bool) -> np.ndarray:
+    """The two halves that each byte stands for."""
     bits = levels.view(np.uint16).astype(np.uint32)
     low, high = bits[np.arange(BYTES) & 15], bits[np.arange(BYTES) >> 4]
     pairs = low | high << 16 if low_nibble_first else high | low << 16
-    return np.repeat(pairs[:, None], BYTES // 4, 1).view(np.int32)
+    return pairs.view(np.int32)
 
 
 # -- instructions --------------------------------------------------------------------------
@@ -114,13 +110,21 @@ def of_nibbles(dtype: Any) -> str:
     return "\n".join(each.format(4 * i, i, mask, mark) for i in range(4))
 
 
-def of_bytes() -> str:
+def of_bytes(copies: int) -> str:
     """What a table has for each byte: it begins at $5, $6 is four times the lane.
 
-    A byte's row is as far from there as the byte says if it stands where it counts 256s.
+    A row of it holds as many copies, so that no two lanes meet in a bank of memory.  With 64 a row
+    has as many bytes as a byte has values, and an instruction that picks bytes makes its place.
     """
-    each = "prmt.b32 t, $4, $6, 0x55{0}4; add.u32 t, t, $5; ld.shared.b32 ${0}, [t];"
-    return "\n".join(map(each.format, range(4)))
+    read = " add.u32 t, t, $5; ld.shared.b32 ${0}, [t];"
+    if 4 * copies == BYTES:
+        return "\n".join(("prmt.b32 t, $4, $6, 0x55{0}4;" + read).format(i) for i in range(4))
+    lines, mask = [], (BYTES - 1) * 4 * copies
+    for i in range(4):
+        left = (4 * copies).bit_length() - 1 - 8 * i
+        shift = f"shl.b32 t, $4, {left};" if left > 0 else f"shr.u32 t, $4, {-left};"
+        lines.append(f"{shift} lop3.b32 t, t, 0x{mask:X}, $6, 0xEA;" + read.format(i))  # & | $6
+    return "\n".join(lines)
 
 
 def operands(words: Any, parts: int, dtype: Any, table: Any = None) -> tuple[Any, ...]:
@@ -133,7 +137,7 @@ def operands(words: Any, parts: int, dtype: Any, table: Any = None) -> tuple[Any
     result = gpu.ShapeDtypeStruct((ROWS, columns), jnp.uint16, layout=layout)
     more = () if table is None else (table,)
     kinds = (layout, *(gpu.RefType() for _ in more))
-    text = of_nibbles(dtype) if table is None else of_bytes()
+    text = of_nibbles(dtype) if table is None else of_bytes(table.shape[1])
 
     @gpu.inline_mgpu(arg_types=kinds, return_type=(result,) * parts)
     def run(_, words, *table):

@@ -18,15 +18,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from ._fragments import LANES, ROWS, Packed, operands
+from ._fragments import BYTES, LANES, ROWS, Packed, operands
 from ._hopper import barriers, products, spread, zeros
 from ._launch import cdiv, dynamic_slice, like, mosaic, power_of_two, warpgroups
 
 COLUMNS = 128  # of activations: its sums and those of a step take half a thread's registers
 STEP = 128  # weights, the least
 LEAST = 4  # steps of a part
+MEMORY = 232_448  # bytes of a program
+ALIGNED = 1024  # what arrays there begin at multiples of
 PROGRAMS = 132  # as many as an H200 has multiprocessors
 COPIES = 24  # registers of a thread that copies
 COMPUTES = {1: 240, 2: 240, 4: 112}  # of one that computes, by the number of groups
@@ -58,15 +61,34 @@ def cut(m: int, n: int, k: int, packed: Packed) -> Cut:
     activations there are no registers for groups that share rows.
     """
     columns, by_table = min(max(power_of_two(m), 16), COLUMNS), packed.table is not None
-    step = STEP if columns > 32 or k % (2 * STEP) else 2 * STEP
+    step = STEP if columns > (16 if by_table else 32) or k % (2 * STEP) else 2 * STEP
     programs = cdiv(n, 2 * ROWS) * cdiv(m, columns)
     steps = k // step
     parts = max(min(PROGRAMS // programs, steps // LEAST), 1)
     parts = cdiv(steps, cdiv(steps, parts))  # none is empty
     shares = 1 if columns > (32 if by_table else 64) else 2
     ahead = columns == COLUMNS and not by_table
-    stages = 4 if columns <= 32 else 3 + ahead if columns == COLUMNS else 6
+    stages = 3 + ahead if columns == COLUMNS else 4 if step > STEP else 6
     return Cut(2, shares, columns, step, stages, parts, ahead)
+
+
+def bytes_of(cut: Cut, by_table: int) -> int:
+    """Of memory on the chip, with so many copies of a table, 0 for none."""
+    rows, numbers = cut.groups * ROWS, 2 if cut.parts == 1 else 4
+    arrays = (
+        cut.stages * rows * cut.step // 2,
+        cut.stages * cut.columns * cut.step * 2,
+        rows * cut.columns * numbers,
+        max(rows * (cut.shares - 1) * cut.columns * 4, 4 * LANES),
+        BYTES * by_table * 4 if by_table else 4 * LANES,
+    )
+    barriers = 2 * cut.stages + cut.groups + 1
+    return sum(cdiv(size, ALIGNED) * ALIGNED for size in arrays) + 8 * barriers
+
+
+def copies(cut: Cut) -> int:
+    """Of a table: twice as many as there are lanes, if they fit."""
+    return 2 * LANES if bytes_of(cut, 2 * LANES) <= MEMORY else LANES
 
 
 class Scratch(NamedTuple):
@@ -109,7 +131,7 @@ def with_scratch(
         memory(dtype, cut.stages, cut.columns, cut.step),
         gpu.SMEM((cut.groups, *turned(cut, cut.columns, ROWS)), result),
         gpu.SMEM(shared, jnp.float32),
-        gpu.SMEM((1, LANES) if packed.table is None else packed.table.shape, jnp.int32),
+        gpu.SMEM((1, LANES) if packed.table is None else (BYTES, copies(cut)), jnp.int32),
         barriers(2, cut.stages),
         barriers(cut.groups, cut.stages),
         barriers(max(cut.shares - 1, 1), cut.groups),
@@ -316,7 +338,8 @@ def times_transposed(
     m, k = x.shape
     x = jnp.pad(x, ((0, -m % cut.columns), (0, 0)))  # tiles are copied whole
     words, *more = packed.views(*weight)
-    more += [] if packed.table is None else [jnp.asarray(packed.table)]
+    if packed.table is not None:
+        more.append(jnp.asarray(np.repeat(packed.table[:, None], copies(cut), 1)))
     whole = cut.parts == 1
     (y,) = warpgroups(
         functools.partial(kernel, packed=packed, cut=cut, n=n, k=k),

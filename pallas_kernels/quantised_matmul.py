@@ -42,6 +42,7 @@ def rows_of(x: Any) -> int:
 
 
 SMALL = 2**23  # weights
+FEWER = 2**22  # of NF4 and AWQ, where tensor cores multiply
 
 # Rows up to which tensor cores were faster than what XLA makes of a product, by the format of GGUF,
 # None for NF4 and AWQ, and whether in halves.
@@ -59,7 +60,7 @@ def format_of(quant_type: str | None) -> str | None:
 def declines(x: Any, n: int, *, quant_type: str | None = None, group: int = LEAST) -> str | None:
     """Where XLA is as fast, or was not compared."""
     m, k = rows_of(x), x.shape[-1]
-    if n * k < SMALL:
+    if n * k < (SMALL if m <= few.most(x.dtype) or quant_type else FEWER):
         return f"{n} x {k} weights are decoded as fast by XLA, in one kernel"
     if m <= few.most(x.dtype):
         return None
@@ -120,7 +121,7 @@ def refuses_hopper(x: Any, n: int, k: int, group: int, *weight: Any) -> str | No
 def declines_hopper(x: Any, n: int, k: int) -> str | None:
     """Where other kernels are as fast, or were not compared."""
     m, most = rows_of(x), MEASURED[None, True]
-    if n * k < SMALL:
+    if n * k < FEWER:
         return f"{n} x {k} weights are decoded as fast by XLA, in one kernel"
     if m <= few.most(x.dtype):
         return f"{m} rows are multiplied as fast one by one"

@@ -1,6 +1,7 @@
 """Hopper's packed products on a simulated multiprocessor, against float64, and lowered for one."""
 
 import contextlib
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ def assembled(text, memory, **registers):
     value = lambda x: registers[x] if x in registers else int(x, 0)
     run = {
         "shr.u32": lambda a, n: a >> n,
+        "shl.b32": lambda a, n: a << n & 0xFFFFFFFF,
         "lop3.b32": lambda a, b, c, table: {0xEA: a & b | c}[table],
         "prmt.b32": lambda a, b, places: int.from_bytes(
             (a | b << 32).to_bytes(8, "little")[places >> 4 * i & 7] for i in (3, 2, 1, 0)
@@ -56,15 +58,17 @@ def assembled(text, memory, **registers):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_instructions(dtype):
     """A register of words becomes what NumPy makes of it, in every lane."""
-    table = _fragments.table_of(LEVELS.astype(jnp.dtype(dtype)), False)
-    for lane in range(32):
+    pairs = _fragments.pairs_of(LEVELS.astype(jnp.dtype(dtype)), False)
+    for lane, copies in itertools.product(range(32), (32, 64)):
         words = RNG.integers(0, 2**16, (1, 2), np.uint16)
         (register,) = words.view(np.uint32)[0].tolist()
         got = assembled(_fragments.of_nibbles(dtype), (), r4=register)
         want = operands(words, 1, dtype)[0].view(np.uint32)[0]
         np.testing.assert_array_equal(got, want)
+        table = np.repeat(pairs[:, None], copies, 1)
         memory = np.concatenate([[0] * 8, table.reshape(-1).view(np.uint32)])
-        got = assembled(_fragments.of_bytes(), memory, r4=register, r5=32, r6=4 * lane)
+        registers = {"r4": register, "r5": 32, "r6": 4 * lane}
+        got = assembled(_fragments.of_bytes(copies), memory, **registers)
         want = operands(words, 1, dtype, hopper.Memory(table))[0].view(np.uint32)[0]
         np.testing.assert_array_equal(got, want)
 
@@ -132,11 +136,38 @@ def test_against_float64(monkeypatch, name):
     np.testing.assert_allclose(np.asarray(y, np.float64), want, rtol=eps / 2, atol=off)
 
 
+@pytest.mark.parametrize("name", ["awq", "nf4"])
+def test_every_cut_fits(name):
+    """Into memory; parts have steps, and groups that share rows turns of their own."""
+    _, how, _ = packed(
+        name, 64, 128 if name == "awq" else 64, 128 if name == "awq" else 64, "bfloat16"
+    )
+    sizes = 64, 1024, 2048, 4096, 5120, 8192, 11008, 14336, 28672, 128256
+    for m, n, k in itertools.product(
+        (1, 9, 16, 17, 33, 65, 129, 256), sizes, (*range(128, 2049, 128), *sizes[2:])
+    ):
+        cut = quantised_hopper.cut(m, n, k, how)
+        table = 0 if how.table is None else quantised_hopper.copies(cut)
+        assert quantised_hopper.bytes_of(cut, table) <= quantised_hopper.MEMORY, (m, n, k, cut)
+        steps = k // cut.step
+        assert k % cut.step == 0
+        assert cut.stages % cut.shares == 0
+        assert (cut.parts - 1) * -(-steps // cut.parts) < steps
+        assert cut.stages >= 3 * cut.shares or not cut.ahead
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 finds no layouts for it")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("m", [9, 32, 64, 100, 256])
-def test_lowers(m, dtype):
-    n, k = 14336, 4096
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [
+        *((m, 14336, 4096) for m in (9, 32, 64, 100, 256)),
+        *((m, 4096, 14336) for m in (16, 64, 128)),
+        *((m, 4096, 4096) for m in (16, 32, 128, 256)),
+        (128, 2048, 2048),
+    ],
+)
+def test_lowers(m, n, k, dtype):
     x = jax.ShapeDtypeStruct((m, k), dtype)
     codes = jax.ShapeDtypeStruct((n, k // 2), "uint8")
     absmax = jax.ShapeDtypeStruct((n, k // 64), "float32")
