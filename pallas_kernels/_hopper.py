@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._attention import Rules, Sizes, Span
 from ._launch import LOG2_E, lowered_for, mosaic
 
 GROUPS = 2  # that compute; one more copies
@@ -68,20 +67,6 @@ def slots(stages: int, memory: Callable[..., Any], *shape: int) -> tuple[Any, An
     return memory(stages, *shape), barriers(1, stages), barriers(GROUPS, stages)
 
 
-def keys_met(
-    low: Any, rows: int, length: Any, sizes: Sizes, keys: int, rules: Rules, ragged: bool
-) -> tuple[Any, Span]:
-    """The first block of keys, and those after it, that rows from position ``low`` on meet.
-
-    The first one is always met, though nobody see it.
-    """
-    high = jnp.minimum(low + rows, length) - 1
-    span = Span.seen(low, high, length, sizes.sk, keys, rules, ragged)
-    first = jnp.minimum(span.first, (sizes.sk - 1) // keys)
-    whole, edge, last = (jnp.maximum(x, first + 1) for x in (span.whole, span.edge, span.last))
-    return first, span._replace(first=first + 1, whole=whole, edge=edge, last=last)
-
-
 def pass_by(
     pairs: Sequence[tuple[Copies, Any]],
     at: Callable[[Any], tuple[Any, ...]],
@@ -122,13 +107,6 @@ def zeros(*shape: int) -> jax.Array:
     """As products leave them in registers."""
     gpu = mosaic()
     return gpu.layout_cast(jnp.zeros(shape, jnp.float32), gpu.Layout.WGMMA)
-
-
-def places(shape: tuple[int, ...], at: Any, key: Any, axis: int = 1) -> tuple[Any, Any]:
-    """Positions of the queries and of the keys of a block of scores; keys lie along ``axis``."""
-    gpu = mosaic()
-    index = lambda axis: gpu.broadcasted_iota(jnp.int32, shape, axis, layout=gpu.Layout.WGMMA)
-    return index(1 - axis) + at, index(axis) + key
 
 
 def numbers_of(ref: Any, axis: int) -> jax.Array:

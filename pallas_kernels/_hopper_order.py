@@ -44,8 +44,10 @@ def shares(counts: tuple[int, ...], heads: int, together: int, programs: int) ->
 
     Block ``i`` of a head is number ``head · len(counts) + i``, and meets ``counts[i]`` blocks of
     keys.  Those of heads that are ``together`` are given out at a time, those first that meet most,
-    each to the program that has least to do: all end at nearly the same time.
+    each to the program that has least to do: all end at nearly the same time.  Where all meet as
+    many it is one head at a time: its keys are read by all at once.
     """
+    together = 1 if len(set(counts)) == 1 else together
     free = [(0.0, p) for p in range(min(programs, heads * len(counts)))]
     lists: list[list[int]] = [[] for _ in free]
     longest_first = sorted(range(len(counts)), key=lambda i: -counts[i])

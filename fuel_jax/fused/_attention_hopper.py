@@ -47,11 +47,14 @@ def refuses_gradient(q, k, v, *operands, **params) -> str | None:
     return None
 
 
-def declines(q, k, v, *operands, **params) -> str | None:
+def declines(
+    q, k, v, alibi=None, *operands, causal=False, window_size_right=None, softcap=None, **params
+) -> str | None:
     """Where Triton's kernel is as fast."""
     (b, h, sq, d), sk = q.shape, k.shape[2]
-    if d == 64:
-        return "at a width of 64, exponentials bound this as much as products: Triton's is as fast"
+    ahead = not causal and window_size_right is None  # keys ahead count
+    if d == 64 and ahead and alibi is None and softcap is None:
+        return "at a width of 64, where keys ahead are seen, Triton's is as fast"
     if sq < FEW:
         return f"for fewer than {FEW} queries Triton's is as fast"
     if b * h * cdiv(sq, GROUPS * ROWS) < PROGRAMS and sk >= 2 * FEW:
@@ -68,24 +71,20 @@ def declines_gradient(q, k, v, *operands, **params) -> str | None:
 
 
 def forward(q, k, v, alibi, k_len, *, return_lse, **params):
-    """``flash_attn``."""
+    """``flash_attn``.
+
+    With slopes, a loop over blocks of rows takes registers from the one over keys: each block has a
+    program of its own.
+    """
     b, sk, d = len(q), k.shape[2], q.shape[-1]
     o, lse = attend(
         *(q, k, v, alibi, triton.lengths_of(k_len, b, sk)),
         rules=triton.rules_of(q, sk, **params),
         tile=triton.by_width(FORWARD, d),
         mending=triton.by_width(triton.FORWARD, d),
-        programs=None if alone(alibi, d) else multiprocessors(),
+        programs=None if alibi is not None and d > 64 else multiprocessors(),
     )
     return (o, lse) if return_lse else o
-
-
-def alone(alibi, d) -> bool:
-    """Whether each block of rows has a program of its own.
-
-    For wide heads, and for 128 with slopes, a loop over them takes registers from that over keys.
-    """
-    return d > (64 if alibi is not None else 128)
 
 
 def backward(q, k, v, o, lse, do, dlse, alibi, k_len, **params):

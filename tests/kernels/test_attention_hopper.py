@@ -152,3 +152,20 @@ def test_what_it_does_not_take(shape, dv, reason):
     q = jax.ShapeDtypeStruct(shape, "bfloat16")
     v = jax.ShapeDtypeStruct((*shape[:-1], dv), "bfloat16")
     assert reason in hopper.refuses(q, q, v)
+
+
+@pytest.mark.parametrize(
+    ("width", "options", "served"),
+    [
+        (128, {}, True),
+        (64, {}, False),
+        (64, {"window_size_left": 100}, False),
+        (64, {"causal": True}, True),
+        (64, {"window_size_right": 5}, True),
+        (64, {"softcap": 30.0}, True),
+        (64, {"alibi": jax.ShapeDtypeStruct((16,), "bfloat16")}, True),
+    ],
+)
+def test_narrow_heads_that_see_all_are_left_to_triton(width, options, served):
+    q = jax.ShapeDtypeStruct((4, 16, 1024, width), "bfloat16")
+    assert (hopper.declines(q, q, q, **options) is None) == served
