@@ -73,8 +73,8 @@ def declines_gradient(q, k, v, *operands, **params) -> str | None:
 def forward(q, k, v, alibi, k_len, *, return_lse, **params):
     """``flash_attn``.
 
-    With slopes, a loop over blocks of rows takes registers from the one over keys: each block has a
-    program of its own.
+    For wide heads, with slopes from 128 on, a loop over blocks of rows takes registers from the one
+    over keys: each block has a program of its own.
     """
     b, sk, d = len(q), k.shape[2], q.shape[-1]
     o, lse = attend(
@@ -82,7 +82,7 @@ def forward(q, k, v, alibi, k_len, *, return_lse, **params):
         rules=triton.rules_of(q, sk, **params),
         tile=triton.by_width(FORWARD, d),
         mending=triton.by_width(triton.FORWARD, d),
-        programs=None if alibi is not None and d > 64 else multiprocessors(),
+        programs=None if d > (192 if alibi is None else 64) else multiprocessors(),
     )
     return (o, lse) if return_lse else o
 
