@@ -291,7 +291,7 @@ def nf4(words: int, block_size: int, low_nibble_first: bool, levels: np.ndarray)
         return x.reshape(len(x), 1, words, 8).swapaxes(2, 3)
 
     ones = np.ones((1, 8), np.float32)
-    cut = Cut(4, 128, 1, early=True)
+    cut = Cut(2, 128, 2, early=True)
     return Packing(words, index.shape, ones, False, False, cut, planes, read, parts)
 
 

@@ -47,8 +47,8 @@ FEWER = 2**22  # of NF4 and AWQ, where tensor cores multiply
 # Rows up to which tensor cores were faster than what XLA makes of a product, by the format of GGUF,
 # None for NF4 and AWQ, and whether in halves.
 GGUF = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2K", "Q3K", "Q4K", "Q5K", "Q6K")
-MEASURED: dict[tuple[str | None, bool], int] = {(None, True): 256, (None, False): 128}
-MEASURED |= {(format, False): 128 for format in GGUF} | {(format, True): 16 for format in GGUF}
+MEASURED: dict[tuple[str | None, bool], int] = {(None, True): 256, (None, False): 256}
+MEASURED |= {(format, False): 128 for format in GGUF} | {(format, True): 64 for format in GGUF}
 MEASURED |= {("Q4K", True): 128}
 
 
@@ -73,7 +73,7 @@ def declines(x: Any, n: int, *, quant_type: str | None = None, group: int = LEAS
 def tiles(x: Any, n: int, packing: Packing, runs: Runs, **words: str) -> Tiles:
     """How a product may be cut; ``words`` tell formats apart."""
     m, k = rows_of(x), x.shape[-1]
-    cuts = few.cuts(packing) if m <= few.most(x.dtype) else dots.cuts(m, n, x.dtype, runs)
+    cuts = few.cuts(packing, n) if m <= few.most(x.dtype) else dots.cuts(m, n, x.dtype, runs)
     return Tiles.of({"rows": m, "k": k, "n": n, **words}, *cuts)
 
 
@@ -92,7 +92,7 @@ def product(
     flat = x.reshape(-1, x.shape[-1])
     m, options = len(flat), {"name": name, "interpret": interpret}
     if m <= few.most(x.dtype):
-        options |= {"packing": packing, "cut": tile or few.cut(packing)}
+        options |= {"packing": packing, "cut": tile or few.cut(packing, n)}
         y = few.times_transposed(flat, weight, n, **options)
     else:
         options |= {"runs": runs, "cut": tile or dots.cut(m, n, x.dtype, runs)}
@@ -118,12 +118,12 @@ def refuses_hopper(x: Any, n: int, k: int, group: int, *weight: Any) -> str | No
     return not_hopper()
 
 
-def declines_hopper(x: Any, n: int, k: int) -> str | None:
-    """Where other kernels are as fast, or were not compared."""
+def declines_hopper(x: Any, n: int, k: int, least: int) -> str | None:
+    """Where other kernels are as fast, which they are for less than ``least`` rows."""
     m, most = rows_of(x), MEASURED[None, True]
     if n * k < FEWER:
         return f"{n} x {k} weights are decoded as fast by XLA, in one kernel"
-    if m <= few.most(x.dtype):
+    if m < least:
         return f"{m} rows are multiplied as fast one by one"
     return f"{m} rows; for more than {most} it decodes too often" if m > most else None
 
@@ -141,7 +141,7 @@ def by_hopper(
 # Likewise, with the weight itself.
 MEASURED_GRADIENT: dict[tuple[str | None, bool], int] = {(None, True): 256}
 MEASURED_GRADIENT |= {(format, False): 16 for format in ("Q4_0", "Q4_1", "Q4K", "Q5K")}
-MEASURED_GRADIENT |= {(format, True): 16 for format in ("Q2K", "Q5K")}
+MEASURED_GRADIENT |= {(format, True): 128 for format in ("Q2K", "Q4K", "Q5K")}
 
 
 def declines_gradient(g: Any, *weight: Any, quant_type: Any = None, **params: Any) -> str | None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import fuel_jax
+from fuel_jax.fused import _packed_hopper as shipped
 from fuel_jax.fused.nf4_matmul import LEVELS
 from pallas_kernels import _fragments, quantised_hopper
 from pallas_kernels.quantised_hopper import Cut
@@ -177,3 +178,27 @@ def test_lowers(m, n, k, dtype):
     scales = jax.ShapeDtypeStruct((n, k // 128), "float16")
     f = lambda *xs: fuel_jax.awq_matmul(*xs, group_size=128)
     assert "fuel_awq_matmul_hopper" in lowered(f, x, weight, zeros, scales)
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "reason"),
+    [
+        ("awq", 1, "one by one"),
+        ("awq", 2, None),
+        ("nf4", 2, "one by one"),
+        ("nf4", 3, None),
+        ("nf4", 256, None),
+        ("nf4", 257, "decodes too often"),
+    ],
+)
+def test_choice(name, m, reason):
+    """What a Hopper GPU would be told."""
+    n, k, of = 14336, 4096, jax.ShapeDtypeStruct
+    x = of((m, k), "bfloat16")
+    if name == "awq":
+        weight = of((n, k // 8), "uint32"), of((n, 4), "uint32"), of((n, 32), "float16")
+        said = shipped.declines_awq(x, *weight, group_size=128, split_k_iters=1)
+    else:
+        weight = of((n, k // 2), "uint8"), of((n, k // 64), "float32")
+        said = shipped.declines_nf4(x, *weight, block_size=64, low_nibble_first=False)
+    assert said is None if reason is None else reason in said

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fuel_jax.fused.qmatmul import qmatmul
-from pallas_kernels import quantised_rows
+from pallas_kernels import quantised_gguf, quantised_rows
 from pallas_kernels.quantised_rows import Cut
 
 from .test_launch import lowered
@@ -76,3 +76,10 @@ def test_lowers(name, size, setting):
     tile = kernel.tiles(*arrays, **params).settings[setting]
     text = lowered(functools.partial(kernel.run, tile=tile, **params), *arrays)
     assert f"fuel_qmatmul_{name.lower()}" in text
+
+
+def test_small_weights_are_cut_into_more_programs():
+    """A program for each four of 4096 rows leaves half of an H200 idle."""
+    packing = quantised_gguf.GGUF["Q4_0"](4096)
+    assert quantised_rows.cut(packing, 14336).rows == 4
+    assert quantised_rows.cut(packing, 4096).rows == 2
