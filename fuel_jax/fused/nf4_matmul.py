@@ -194,7 +194,7 @@ def nf4_matmul(
     """activations @ Wᵀ,  W[n, k] = level[code[n, k]] · absmax[n, k // block_size].
 
     The weights are those of bitsandbytes in float32; products are summed in float32 (float64 for
-    float64 activations) and rounded once.  On NVIDIA GPUs more than four rows of half activations
+    float64 activations) and rounded once.  On NVIDIA GPUs three and more rows of half activations
     meet levels or weights rounded to their dtype, for the tensor cores, as in bitsandbytes.  Codes
     and scales are frozen; ``activations`` has a gradient.
 
