@@ -116,10 +116,11 @@ def run_profile(given: Sequence[str]) -> int:
     parser.add_argument("--tiny", action="store_true", help="small shapes only: to try it out")
     parser.add_argument(
         "--suite",
-        choices=["default", "h200", "sweep", "several", "train-step", "decode"],
+        choices=["default", "h200", "sweep", "again", "several", "train-step", "decode"],
         default="default",
         help="h200: cases beside XLA, cuDNN and PyTorch; sweep: whether the fastest implementation "
-        "is chosen, over many shapes; several: all devices beside one, what is "
+        "is chosen, over many shapes; again: whether all implementations give the same bits "
+        "every time, and the right ones; several: all devices beside one, what is "
         "sent and how it scales; train-step: a decoder's training step in several ways; "
         "decode: tokens a second in halves and in four bits.  "
         "All exit with 1 if ours failed, sweep if another was faster",
@@ -157,6 +158,8 @@ def run_profile(given: Sequence[str]) -> int:
         from .judge import decode as runner, decode as suite
     elif asked.suite == "sweep":
         from .judge import shapes as suite, sweep as runner
+    elif asked.suite == "again":
+        from .judge import again as runner, again as suite
     else:
         from .judge import h200 as suite, profile as runner
 

@@ -44,7 +44,6 @@ class Shape(NamedTuple):
     work: Work
 
 
-CASES: list[Case] = []
 WORDS = {FORWARD: "forward", GRADIENT: "gradient", BOTH: "value+gradient"}
 SHORT = {"bfloat16": "bf16", "float32": "f32"}
 
@@ -64,14 +63,17 @@ def cases(
     across: Sequence[Extents],
     tiny: tuple[Sequence[Extents], Sequence[Extents]],
     **fixed: Any,
-) -> None:
-    """Enter an op in every direction and dtype."""
+) -> list[Case]:
+    """An op in every direction and dtype."""
+    found = []
     for direction, dtype in itertools.product(directions, dtypes):
         given = functools.partial(family, dtype=dtype, **fixed)
         said = f"{name} {WORDS[direction]} {SHORT[dtype]}"
-        CASES.append(Case(said, direction, given, down, across, tiny))
+        found.append(Case(said, direction, given, down, across, tiny))
+    return found
 
 
+CASES: list[Case] = []
 FLOATS, HALVES = ("bfloat16", "float32"), ("bfloat16",)
 ROWS, COLUMNS = (1, 16, 334, 4096, 65536), (64, 1000, 8192, 50257, 262144)
 MATRICES: Any = {"dtypes": FLOATS, "down": along("r", *ROWS), "across": along("c", *COLUMNS)}
@@ -85,8 +87,8 @@ for name, family, directions in (
     ("cumsum", families.running_sum, (FORWARD,)),
     ("argmax_dim", families.largest, (FORWARD,)),
 ):
-    cases(name, family, directions=directions, **MATRICES)
-cases(
+    CASES += cases(name, family, directions=directions, **MATRICES)
+CASES += cases(
     "fused_softmax_cross_entropy",
     families.cross_entropy,
     directions=(FORWARD, BOTH),
@@ -100,13 +102,13 @@ WEIGHTS = [{"k": 4096, "n": 14336}, {"k": 2048, "n": 2048}]
 ACTIVATIONS = along("m", 1, 4, 16, 64, 128, 256, 2048)
 PRODUCTS: Any = {"directions": (FORWARD, GRADIENT), "down": ACTIVATIONS, "across": WEIGHTS}
 PRODUCTS |= {"tiny": (along("m", 1, 5), [{"k": 256, "n": 48}])}
-cases("nf4_matmul", families.nf4, dtypes=HALVES, **PRODUCTS)
-cases("awq_matmul", families.awq, dtypes=HALVES, **PRODUCTS)
+CASES += cases("nf4_matmul", families.nf4, dtypes=HALVES, **PRODUCTS)
+CASES += cases("awq_matmul", families.awq, dtypes=HALVES, **PRODUCTS)
 for quant in ("Q4_0", "Q8_0", "Q4K", "Q6K"):
     family = functools.partial(families.quantised, quant_type=quant)
-    cases(f"qmatmul {quant}", family, dtypes=("float32",), **PRODUCTS)
+    CASES += cases(f"qmatmul {quant}", family, dtypes=("float32",), **PRODUCTS)
 
-cases(
+CASES += cases(
     "selective_scan",
     families.selective,
     directions=(FORWARD, GRADIENT),
@@ -116,7 +118,7 @@ cases(
     tiny=([{"b": 2, "d": 24, "n": 4}], along("l", 1, 40)),
     **{"d": 2048, "n": 16},
 )
-cases(
+CASES += cases(
     "ssd_chunk_scan",
     families.ssd,
     directions=(FORWARD, GRADIENT),
@@ -126,7 +128,7 @@ cases(
     tiny=([{"b": 2, "h": 4, "p": 8, "n": 8}], along("l", 64, 128)),
     **{"h": 64, "p": 64, "n": 128, "g": 1},
 )
-cases(
+CASES += cases(
     "causal_conv1d",
     families.conv1d,
     directions=(FORWARD,),
