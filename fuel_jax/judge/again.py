@@ -67,10 +67,10 @@ def entered(name: str, family: Callable[..., Work], *grid: Sequence[Extents], **
 
 
 CASES: list[Case] = []
-each: dict[str, Any] = {"directions": (FORWARD, BOTH), "dtypes": FLOATS}
-options = [{"options": name} for name in OPTIONS]
-entered("flash_attn", attention, along("d", 64, 40, 128, 256), options, **each)
-rows: Any = along("r", 5, 1, 1030), along("c", 300, 1, 1001, 20000)
+EACH: dict[str, Any] = {"directions": (FORWARD, BOTH), "dtypes": FLOATS}
+NAMED = [{"options": name} for name in OPTIONS]
+entered("flash_attn", attention, along("d", 64, 40, 128, 256), NAMED, **EACH)
+ROWS: Any = along("r", 5, 1, 1030), along("c", 300, 1, 1001, 20000)
 for name, family in (
     ("softmax_last_dim", families.softmax),
     ("log_softmax_last_dim", families.log_softmax),
@@ -78,35 +78,33 @@ for name, family in (
     ("layer_norm_last_dim", families.layer_norm),
     ("cumsum", families.running_sum),
 ):
-    entered(name, family, *rows, **each)
-entered("argmax_dim", families.largest, *rows, directions=(FORWARD,), dtypes=FLOATS)
-classes = along("v", 300, 1, 1001, 20000)
-entered("fused_softmax_cross_entropy", families.cross_entropy, rows[0], classes, **each)
+    entered(name, family, *ROWS, **EACH)
+entered("argmax_dim", families.largest, *ROWS, directions=(FORWARD,), dtypes=FLOATS)
+CLASSES = along("v", 300, 1, 1001, 20000)
+entered("fused_softmax_cross_entropy", families.cross_entropy, ROWS[0], CLASSES, **EACH)
 
-products: Any = along("m", 5, 1, 3, 16, 33, 130)
+PRODUCTS: Any = along("m", 5, 1, 3, 16, 33, 130)
 # The second of each is in blocks of 64 × 128, as Hopper's kernels want it.
-weights = {"nf4": ((448, 200), (768, 320)), "awq": ((384, 200), (640, 192))}
-for name, sizes in weights.items():
+WEIGHTS = {"nf4": ((448, 200), (768, 320)), "awq": ((384, 200), (640, 192))}
+for name, sizes in WEIGHTS.items():
     across = [{"k": k, "n": n} for k, n in sizes]
-    entered(f"{name}_matmul", getattr(families, name), products, across, **each)
+    entered(f"{name}_matmul", getattr(families, name), PRODUCTS, across, **EACH)
 for quant in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2K", "Q3K", "Q4K", "Q5K", "Q6K"):
     family = functools.partial(families.quantised, quant_type=quant)
-    entered(f"qmatmul {quant}", family, products, [{"k": 768, "n": 200}], **each)
+    entered(f"qmatmul {quant}", family, PRODUCTS, [{"k": 768, "n": 200}], **EACH)
 
-steps = along("l", 37, 1, 107, 2050)
-entered("selective_scan", families.selective, along("n", 5, 16), steps, b=2, d=70, **each)
-heads = {"b": 2, "h": 4, "p": 64, "n": 64}
-chunks = along("l", 64, 192, 1088)
-entered("ssd_chunk_scan", families.ssd, along("g", 1, 2), chunks, **heads, **each)
-short: Any = {"directions": (FORWARD,), "dtypes": FLOATS, "b": 3, "k": 4}
-entered("causal_conv1d", families.conv1d, along("c", 50), along("l", 37, 1029, 2048), **short)
-pages = along("page", 8, 16, 64)
-cache = {"b": 3, "h": 8, "hk": 2, "context": 192}
+STEPS = along("l", 37, 1, 107, 2050)
+entered("selective_scan", families.selective, along("n", 5, 16), STEPS, b=2, d=70, **EACH)
+HEADS = {"b": 2, "h": 4, "p": 64, "n": 64}
+CHUNKS = along("l", 64, 192, 1088)
+entered("ssd_chunk_scan", families.ssd, along("g", 1, 2), CHUNKS, **HEADS, **EACH)
+SHORT: Any = {"directions": (FORWARD,), "dtypes": FLOATS, "b": 3, "k": 4}
+entered("causal_conv1d", families.conv1d, along("c", 50), along("l", 37, 1029, 2048), **SHORT)
+PAGES = along("page", 8, 16, 64)
+CACHE = {"b": 3, "h": 8, "hk": 2, "context": 192}
+HALF: Any = {"directions": (FORWARD,), "dtypes": HALVES}
 of_pages = lambda dtype, **extents: families.decoding(**extents)
-entered(
-    *("paged_attn", of_pages, along("d", 64, 128), pages),
-    **{"directions": (FORWARD,), "dtypes": HALVES, **cache},
-)
+entered("paged_attn", of_pages, along("d", 64, 128), PAGES, **CACHE, **HALF)
 
 
 def chosen(asked: Sequence[str]) -> list[Case]:
