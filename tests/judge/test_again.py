@@ -7,35 +7,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import fuel_jax
 from fuel_jax.__main__ import main
 from fuel_jax.judge import again, shapes, sweep
 from fuel_jax.judge.h200 import FORWARD
 from fuel_jax.judge.workload import Spec, Work
-from fuel_jax.types import Floats
 
-
-@pytest.fixture(autouse=True)
-def as_users_run_it():
-    """The suite is stricter than the settings a measurement is for."""
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
 
 @pytest.fixture
-def op():
-    """An op without kernels."""
-
-    def twice(x: Floats[jax.Array, "*shape"]):
-        return 2 * x
-
-    return fuel_jax.Op(twice, precision=fuel_jax.Precision(2e-6))
-
-
-@pytest.fixture
-def run(op, monkeypatch, tmp_path):
+def run(doubling, monkeypatch, tmp_path):
     """The suite over one shape of that op."""
-    family = lambda *, r, c: Work(op, (Spec((r, c), "float32"),))
+    family = lambda *, r, c: Work(doubling, (Spec((r, c), "float32"),))
     grid = shapes.along("r", 2), shapes.along("c", 3)
     case = shapes.Case("twice forward f32", FORWARD, family, *grid, grid)
     monkeypatch.setattr(again, "CASES", [case])
@@ -49,18 +32,18 @@ def run(op, monkeypatch, tmp_path):
     return run
 
 
-def test_the_same_bits_are_exit_0(op, run, capsys):
-    op.kernel("fast")(lambda x: x + x)
+def test_the_same_bits_are_exit_0(doubling, run, capsys):
+    doubling.kernel("fast")(lambda x: x + x)
     status, row = run()
     assert status == 0
     assert (row["at"], row["same"], row["failed"]) == ({"r": 2, "c": 3}, ["xla", "fast"], {})
     assert "R2 C3: xla, fast" in capsys.readouterr().out
 
 
-def test_other_bits_are_exit_1_though_they_are_right(op, run, capsys):
+def test_other_bits_are_exit_1_though_they_are_right(doubling, run, capsys):
     calls = itertools.count()
 
-    @op.kernel("moving", declines=lambda x: "it moves")
+    @doubling.kernel("moving", declines=lambda x: "it moves")
     def _(x):
         told = jax.ShapeDtypeStruct((), jnp.float32)
         step = jax.pure_callback(lambda: jnp.float32(next(calls) == 7), told)
@@ -73,10 +56,10 @@ def test_other_bits_are_exit_1_though_they_are_right(op, run, capsys):
     assert "1 shapes; in 1 somebody failed" in capsys.readouterr().out
 
 
-def test_wrong_results_and_errors_are_exit_1(op, run):
-    op.kernel("off")(lambda x: 2.0001 * x)
+def test_wrong_results_and_errors_are_exit_1(doubling, run):
+    doubling.kernel("off")(lambda x: 2.0001 * x)
 
-    @op.kernel("broken")
+    @doubling.kernel("broken")
     def _(x):
         raise RuntimeError("out of shared memory\nand a long trace")
 

@@ -10,12 +10,7 @@ import pytest
 from fuel_jax.__main__ import main
 from fuel_jax.judge import decode
 
-
-@pytest.fixture(autouse=True)
-def as_users_run_it():
-    """The suite is stricter than the settings a measurement is for."""
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
 
 @pytest.mark.parametrize("form", ["NF4", "Q4K"])

@@ -3,43 +3,25 @@
 import contextlib
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import fuel_jax
 from fuel_jax.__main__ import main
 from fuel_jax.judge import device_time, shapes, sweep
 from fuel_jax.judge.h200 import BOTH, FORWARD
 from fuel_jax.judge.workload import Peer, Spec, Work
-from fuel_jax.types import Floats
 from tests.benchmarks import page
 
-
-@pytest.fixture(autouse=True)
-def as_users_run_it():
-    """The suite is stricter than the settings a measurement is for."""
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
 
 @pytest.fixture
-def op():
-    """An op without kernels."""
-
-    def twice(x: Floats[jax.Array, "*shape"]):
-        return 2 * x
-
-    return fuel_jax.Op(twice, precision=fuel_jax.Precision(2e-6))
-
-
-@pytest.fixture
-def run(op, monkeypatch, tmp_path):
+def run(doubling, monkeypatch, tmp_path):
     """The sweep over two shapes of that op, with times that are given by name."""
 
     def family(*, r, c):
-        return Work(op, (Spec((r, c), "float32"),), peers={"jnp": Peer(lambda x: x + x)})
+        return Work(doubling, (Spec((r, c), "float32"),), peers={"jnp": Peer(lambda x: x + x)})
 
     grid = shapes.along("r", 2), shapes.along("c", 3, 5)
     case = shapes.Case("twice forward f32", FORWARD, family, *grid, grid)
@@ -56,8 +38,8 @@ def run(op, monkeypatch, tmp_path):
 
 
 class TestChoice:
-    def test_one_that_is_the_best_is_exit_0(self, op, run, capsys):
-        op.kernel("fast")(lambda x: x + x)
+    def test_one_that_is_the_best_is_exit_0(self, doubling, run, capsys):
+        doubling.kernel("fast")(lambda x: x + x)
         status, rows = run(fast=10.0, xla=20.0, jnp=16.0)
         assert status == 0
         assert [row["across"] for row in rows] == [{"c": 3}, {"c": 5}]
@@ -69,8 +51,8 @@ class TestChoice:
         assert "2 shapes; in 0 another is faster" in said
 
     @pytest.mark.parametrize("better", ["fast", "jnp"])
-    def test_one_that_is_not_is_exit_1(self, op, run, better, capsys):
-        op.kernel("fast", declines=lambda x: "said to be slower")(lambda x: x + x)
+    def test_one_that_is_not_is_exit_1(self, doubling, run, better, capsys):
+        doubling.kernel("fast", declines=lambda x: "said to be slower")(lambda x: x + x)
         status, rows = run(**{"fast": 25.0, "xla": 20.0, "jnp": 25.0} | {better: 10.0})
         assert status == 1
         assert rows[0]["chosen"] == "xla"
@@ -81,16 +63,16 @@ class TestChoice:
     def test_little_is_forgiven(self, run, ours, best):
         assert run(xla=ours, jnp=best)[0] == 0
 
-    def test_what_refuses_is_not_asked(self, op, run):
-        op.kernel("picky", refuses=lambda x: "never")(lambda x: x)
-        op.kernel("elsewhere", platforms=("nowhere",))(lambda x: x)
+    def test_what_refuses_is_not_asked(self, doubling, run):
+        doubling.kernel("picky", refuses=lambda x: "never")(lambda x: x)
+        doubling.kernel("elsewhere", platforms=("nowhere",))(lambda x: x)
         _, rows = run(xla=1.0, jnp=1.0)
         assert set(rows[0]["us"]) == {"xla", "jnp"}
 
 
 class TestFailures:
-    def test_one_that_is_not_chosen_is_told_and_the_rest_is_timed(self, op, run):
-        @op.kernel("broken", declines=lambda x: "it is broken")
+    def test_one_that_is_not_chosen_is_told_and_the_rest_is_timed(self, doubling, run):
+        @doubling.kernel("broken", declines=lambda x: "it is broken")
         def _(x):
             raise RuntimeError("out of shared memory\nand a long trace")
 
@@ -99,8 +81,8 @@ class TestFailures:
         assert rows[0]["failed"] == {"broken": "RuntimeError: out of shared memory"}
         assert set(rows[0]["us"]) == {"xla", "jnp"}
 
-    def test_the_chosen_one_is_exit_1(self, op, run, capsys):
-        @op.kernel("broken")
+    def test_the_chosen_one_is_exit_1(self, doubling, run, capsys):
+        @doubling.kernel("broken")
         def _(x):
             raise RuntimeError("out of shared memory")
 
@@ -111,8 +93,8 @@ class TestFailures:
         assert "✗ R2 C3: broken –, jnp 1, xla 1; broken: RuntimeError" in capsys.readouterr().out
 
     @pytest.mark.parametrize("wrong", [lambda x: 2.0001 * x, lambda x: x * jnp.nan])
-    def test_what_is_off_has_failed(self, op, run, wrong):
-        op.kernel("off")(wrong)
+    def test_what_is_off_has_failed(self, doubling, run, wrong):
+        doubling.kernel("off")(wrong)
         status, rows = run(xla=1.0, jnp=1.0)
         assert status == 1
         assert "2e-06 promised" in rows[0]["failed"]["off"]

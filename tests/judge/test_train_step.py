@@ -15,11 +15,7 @@ from fuel_jax.judge import llama, mesh_step, train_step
 CONFIG = llama.Config(**train_step.TINY | {"width": 16, "hidden": 24, "length": 12})
 
 
-@pytest.fixture(autouse=True)
-def as_users_run_it():
-    """The suite is stricter than the settings a measurement is for."""
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
 
 @functools.cache
