@@ -137,6 +137,23 @@ def test_against_float64(monkeypatch, name):
     np.testing.assert_allclose(np.asarray(y, np.float64), want, rtol=eps / 2, atol=off)
 
 
+@pytest.mark.parametrize("name", ["awq, two groups a step", "nf4"])
+def test_what_is_not_finite(monkeypatch, name):
+    """Of a row alone: infinite with the sign of the weight it meets, NaN where that is 0."""
+    kind, n, k, group, m, dtype, cut = CASES[name]
+    arrays, how, weight = packed(kind, n, k, group, dtype)
+    x = RNG.normal(size=(m, k)).astype(jnp.dtype(dtype))
+    x[0, 1], x[1, k - 1], x[2, 2] = np.inf, np.nan, -np.inf
+    with simulated(monkeypatch):
+        y = quantised_hopper.times_transposed(x, arrays, n, packed=how, name="test", cut=cut)
+    y = np.asarray(y, np.float64)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(y[0], np.sign(weight[:, 1]) * np.inf)
+        np.testing.assert_array_equal(y[2], -np.sign(weight[:, 2]) * np.inf)
+    assert np.isnan(y[1]).all()
+    assert np.isfinite(y[3:]).all()
+
+
 @pytest.mark.parametrize("name", ["awq", "nf4"])
 def test_every_cut_fits(name):
     """Into memory; parts have steps, and groups that share rows turns of their own."""
